@@ -1,0 +1,189 @@
+"""The catalog: which chunks exist, under which ids, with which embeddings, and what their enriched caches were made of.
+
+SQLite, so that a crash at any moment leaves a catalog that opens, and several processes may ingest into one store.
+Caches themselves are found by key; the catalog adds what keys cannot tell. Losing it costs a new ingestion, never a
+wrong answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger("fusionrag")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS chunks (
+    key TEXT PRIMARY KEY, scope TEXT NOT NULL, content TEXT NOT NULL, token_ids BLOB NOT NULL, embedding BLOB,
+    enriched_key TEXT, top_n INTEGER, neighbours TEXT NOT NULL DEFAULT '[]');
+CREATE INDEX IF NOT EXISTS chunks_scope ON chunks (scope);
+CREATE TABLE IF NOT EXISTS neighbours (key TEXT NOT NULL, neighbour TEXT NOT NULL, PRIMARY KEY (key, neighbour));
+CREATE INDEX IF NOT EXISTS neighbours_of ON neighbours (neighbour);
+CREATE TABLE IF NOT EXISTS ids (scope TEXT NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, PRIMARY KEY (scope, id));
+CREATE INDEX IF NOT EXISTS ids_key ON ids (key);
+CREATE TABLE IF NOT EXISTS uses (key TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL, last_used REAL NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """What the catalog knows of one chunk. `neighbours` are plain keys, most similar first."""
+
+    key: str
+    scope: str
+    content: str
+    token_ids: tuple[int, ...]
+    enriched_key: str | None = None
+    top_n: int | None = None
+    neighbours: tuple[str, ...] = ()
+
+
+class Catalog:
+    """One catalog file (None: in memory). Every method is one transaction; safe to use from several threads."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        try:
+            self._db = self._open()
+        except sqlite3.DatabaseError as error:
+            if path is None or isinstance(error, sqlite3.OperationalError):
+                raise
+            aside = path.with_suffix(f".corrupt-{time.time_ns()}")
+            path.replace(aside)
+            logger.warning(
+                "catalog %s cannot be read (%s); moved to %s, chunks must be ingested again", path, error, aside
+            )
+            self._db = self._open()
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=60)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.executescript(_SCHEMA)
+        return db
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def add(self, row: ChunkRow, embedding: NDArray[np.float32] | None) -> None:
+        """Record a chunk whose plain cache is stored. An enrichment recorded before stays."""
+        blob = None if embedding is None else embedding.astype("<f4").tobytes()
+        tokens = np.asarray(row.token_ids, "<i4").tobytes()
+        with self._lock, self._db as db:
+            db.execute(
+                "INSERT INTO chunks (key, scope, content, token_ids, embedding) VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT (key) DO UPDATE SET embedding = coalesce(excluded.embedding, embedding)",
+                (row.key, row.scope, row.content, tokens, blob),
+            )
+
+    def set_id(self, scope: str, chunk_id: str, key: str) -> None:
+        """Let `chunk_id` name that chunk, and no other one."""
+        with self._lock, self._db as db:
+            db.execute("INSERT OR REPLACE INTO ids (scope, id, key) VALUES (?, ?, ?)", (scope, chunk_id, key))
+
+    def set_enriched(self, key: str, enriched_key: str, top_n: int, neighbours: Sequence[str]) -> None:
+        """Record that the chunk's enriched cache is stored."""
+        with self._lock, self._db as db:
+            db.execute(
+                "UPDATE chunks SET enriched_key = ?, top_n = ?, neighbours = ? WHERE key = ?",
+                (enriched_key, top_n, json.dumps(list(neighbours)), key),
+            )
+            db.execute("DELETE FROM neighbours WHERE key = ?", (key,))
+            db.executemany("INSERT INTO neighbours VALUES (?, ?)", [(key, neighbour) for neighbour in neighbours])
+
+    def clear_enriched(self, keys: Iterable[str]) -> None:
+        with self._lock, self._db as db:
+            for key in keys:
+                db.execute(
+                    "UPDATE chunks SET enriched_key = NULL, top_n = NULL, neighbours = '[]' WHERE key = ?", (key,)
+                )
+                db.execute("DELETE FROM neighbours WHERE key = ?", (key,))
+
+    def get(self, key: str) -> ChunkRow | None:
+        with self._lock:
+            found = self._db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE key = ?", (key,)).fetchone()
+        return None if found is None else _row(found)
+
+    def all(self) -> list[ChunkRow]:
+        with self._lock:
+            return [_row(found) for found in self._db.execute(f"SELECT {_COLUMNS} FROM chunks")]
+
+    def keys_of(self, chunk_id: str, scope: str | None = None) -> list[tuple[str, str]]:
+        """`(scope, key)` of the chunks an id names, in one scope or in all."""
+        query, values = "SELECT scope, key FROM ids WHERE id = ?", [chunk_id]
+        if scope is not None:
+            query, values = query + " AND scope = ?", [chunk_id, scope]
+        with self._lock:
+            return list(self._db.execute(query, values))
+
+    def remove_id(self, scope: str, chunk_id: str) -> None:
+        with self._lock, self._db as db:
+            db.execute("DELETE FROM ids WHERE scope = ? AND id = ?", (scope, chunk_id))
+
+    def has_ids(self, key: str) -> bool:
+        with self._lock:
+            return self._db.execute("SELECT 1 FROM ids WHERE key = ? LIMIT 1", (key,)).fetchone() is not None
+
+    def enriched_with(self, key: str) -> list[ChunkRow]:
+        """Chunks whose enriched cache was made with this one."""
+        with self._lock:
+            names = [name for (name,) in self._db.execute("SELECT key FROM neighbours WHERE neighbour = ?", (key,))]
+            rows = [self.get(name) for name in names]
+        return [row for row in rows if row is not None]
+
+    def remove(self, key: str) -> None:
+        with self._lock, self._db as db:
+            for table in ("chunks", "neighbours", "ids"):
+                db.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
+
+    def embeddings(self, scope: str) -> tuple[list[str], list[str], list[NDArray[np.float32]]]:
+        """Keys, contents and embeddings of the scope's chunks that have one, in a fixed order."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT key, content, embedding FROM chunks WHERE scope = ? AND embedding IS NOT NULL ORDER BY key",
+                (scope,),
+            ).fetchall()
+        return [row[0] for row in rows], [row[1] for row in rows], [np.frombuffer(row[2], "<f4") for row in rows]
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Note that stored caches were used now."""
+        now = time.time()
+        with self._lock, self._db as db:
+            db.executemany("UPDATE uses SET last_used = ? WHERE key = ?", [(now, key) for key in keys])
+
+    def note_stored(self, key: str, num_bytes: int) -> None:
+        with self._lock, self._db as db:
+            db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?, ?)", (key, num_bytes, time.time()))
+
+    def note_removed(self, key: str) -> None:
+        with self._lock, self._db as db:
+            db.execute("DELETE FROM uses WHERE key = ?", (key,))
+
+    def num_bytes(self) -> int:
+        with self._lock:
+            return int(self._db.execute("SELECT coalesce(sum(num_bytes), 0) FROM uses").fetchone()[0])
+
+    def least_recently_used(self) -> list[tuple[str, int]]:
+        """Keys and sizes of all stored caches, oldest use first."""
+        with self._lock:
+            return list(self._db.execute("SELECT key, num_bytes FROM uses ORDER BY last_used, rowid"))
+
+
+_COLUMNS = "key, scope, content, token_ids, enriched_key, top_n, neighbours"
+
+
+def _row(found: tuple[str, str, str, bytes, str | None, int | None, str]) -> ChunkRow:
+    key, scope, content, tokens, enriched_key, top_n, neighbours = found
+    token_ids = tuple(np.frombuffer(tokens, "<i4").tolist())
+    return ChunkRow(key, scope, content, token_ids, enriched_key, top_n, tuple(json.loads(neighbours)))

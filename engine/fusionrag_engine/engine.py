@@ -1,0 +1,378 @@
+"""`Engine`: the embedded inference engine, as its users see it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .assemble import Assembler
+from .config import EngineConfig
+from .decode import Sampler, TextStream, end_tokens
+from .errors import ConfigError, ContextOverflowError, EngineClosedError
+from .keys import CacheKeys, model_fingerprint, tokenizer_fingerprint
+from .layout import Prompt, PromptLayout
+from .library import ChunkLibrary
+from .loading import check_ready_model, load_pretrained, local_directory
+from .online import Prefilled, Prefiller
+from .precompute import Precomputer
+from .rope import read_rope
+from .runner import ModelRunner, Rows
+from .selectors import resolve_selector
+from .selfcheck import refuse_by_config, self_check
+from .types import Chunk, ChunkRecord, Generation, PrecomputeReport, Prefill, Request, TokenDelta, as_chunks
+
+logger = logging.getLogger("fusionrag")
+
+
+class Engine:
+    """A causal LM that answers over cached chunks. Safe to call from several threads.
+
+    Args:
+        model, tokenizer: ready transformers objects; the model is used on its device and in its dtype.
+        config: settings.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served from chunk caches correctly; checked here, on the model
+        itself.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        resolve_selector(config.selector)
+        cache_dir = local_directory(config.cache_dir)
+        refuse_by_config(model)
+        check_ready_model(model, config)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.runner = ModelRunner(model)
+        rope = read_rope(model, self.runner.config, self.runner.shape.num_layers)
+        self_check(self.runner, rope)
+
+        self.model_name: str = getattr(model.config, "_name_or_path", "") or type(model).__name__
+        self.max_context: int = self.runner.config.max_position_embeddings
+        self.layout = PromptLayout(tokenizer, config)
+        self._end_tokens = end_tokens(model, tokenizer)
+        keys = CacheKeys(
+            model=model_fingerprint(model),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            dtype=str(self.runner.dtype),
+            codec=config.codec,
+            prefix_ids=self.layout.prefix_ids,
+        )
+        self.library = ChunkLibrary(keys, cache_dir, config.host_bytes, config.disk_bytes)
+        self._precomputer = Precomputer(
+            self.runner,
+            rope,
+            self.layout,
+            self.library,
+            top_n=config.top_n,
+            max_context=self.max_context,
+            max_rows=config.prefill_tokens,
+        )
+        assembler = Assembler(rope, self.layout, self.library, top_n=config.top_n, on_miss=config.on_miss)
+        self._prefiller = Prefiller(self.runner, assembler, self._precomputer, prefill_tokens=config.prefill_tokens)
+
+        self._is_closed = False
+        self._counts = {"num_requests": 0, "num_prefix": 0, "num_enriched": 0, "num_plain": 0, "num_miss": 0}
+        self._counts_lock = threading.Lock()
+        self._async_worker = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-async")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-background")
+        self._pending: list[Future[Any]] = []
+
+    @classmethod
+    def from_pretrained(
+        cls, model_id_or_dir: str | Path, *, gguf_file: str | None = None, config: EngineConfig | None = None
+    ) -> Engine:
+        """An engine on a model loaded from a directory, a Hub name, or a GGUF file in one of these."""
+        config = config or EngineConfig()
+        model, tokenizer = load_pretrained(model_id_or_dir, gguf_file, config)
+        return cls(model, tokenizer, config)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish background work and release the store. Idempotent; afterwards every call raises
+        `EngineClosedError`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._async_worker.shutdown(wait=True)
+        self._background.shutdown(wait=True)
+        self.library.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("this engine was closed; make a new one")
+
+    # Ingestion
+
+    def precompute(
+        self,
+        chunks: Sequence[Chunk | str],
+        *,
+        embeddings: Any = None,
+        neighbours: Sequence[Sequence[int | str]] | None = None,
+        show_progress: bool = False,
+    ) -> PrecomputeReport:
+        """Compute and store what is missing: plain caches, then enriched ones (FusionRAG, arXiv 2601.12904, section
+        3.1).
+
+        Args:
+            chunks: texts to cache. An id that named another text before names this one now.
+            embeddings: `[num_chunks, dim]`; neighbours are the most similar chunks of the whole store of the scope.
+            neighbours: instead, a list a chunk: indices into `chunks`, or ids of chunks in the store.
+            show_progress: show progress bars.
+
+        Chunks that cannot be cached (no tokens, longer than the context) are skipped; the report says which and why.
+
+        Raises:
+            ConfigError: `embeddings` or `neighbours` do not fit `chunks`, or both are given.
+        """
+        self._check_open()
+        chunks = as_chunks(chunks)
+        if embeddings is not None and neighbours is not None:
+            raise ConfigError("embeddings and neighbours were both given; give one of them")
+        if embeddings is None and neighbours is None and self.config.embed is not None and chunks:
+            embeddings = self.config.embed([chunk.text for chunk in chunks])
+        with _ProgressBars(show_progress) as bars:
+            return self._precomputer.run(chunks, embeddings, neighbours, bars.open)
+
+    def has(self, chunk: Chunk | str) -> ChunkRecord:
+        """What is stored for a chunk now; `ChunkRecord.kind` is "none" where nothing is."""
+        self._check_open()
+        chunk = Chunk(chunk) if isinstance(chunk, str) else chunk
+        return self._precomputer.record(chunk, self._key(chunk))
+
+    def delete(self, chunks: Iterable[Chunk | str]) -> int:
+        """Forget chunks, given as ids or as `Chunk`s; returns the number of caches dropped.
+
+        A chunk's caches stay while another id names the same text. With them goes every enriched cache made with the
+        chunk; the chunks these belonged to fall back to their plain caches. Unknown ids are ignored.
+        """
+        self._check_open()
+        num_dropped = 0
+        for chunk in [chunks] if isinstance(chunks, (str, Chunk)) else chunks:
+            if isinstance(chunk, str):
+                for scope, key in self.library.catalog.keys_of(chunk):
+                    num_dropped += self.library.delete(scope, key, chunk)
+            else:
+                num_dropped += self.library.delete(chunk.scope, self._key(chunk), chunk.id)
+        return num_dropped
+
+    def prefetch(self, chunks: Iterable[Chunk | str]) -> None:
+        """Start to bring the caches of these chunks into host memory, in the background."""
+        self._check_open()
+        wanted = as_chunks(chunks)
+
+        def load() -> None:
+            for chunk in wanted:
+                token_ids = self.layout.tokenize(chunk.text)
+                if self.library.enriched(token_ids, chunk.scope, self.config.top_n) is None:
+                    self.library.plain(token_ids, chunk.scope)
+
+        self._in_background(load)
+
+    def gc(self) -> int:
+        """Remove files that belong to no chunk and what interrupted writers left; returns how many."""
+        self._check_open()
+        return self.library.gc()
+
+    def verify(self) -> list[str]:
+        """Read back every stored cache. Bad files are moved aside; returns one line a problem, none when all is
+        well."""
+        self._check_open()
+        return self.library.verify()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the engine was made, and what the store holds."""
+        self._check_open()
+        store = self.library.store
+        rows = self.library.catalog.all()
+        with self._counts_lock:
+            counts = dict(self._counts)
+        return {
+            **counts,
+            "num_chunks": len(rows),
+            "num_enriched_chunks": sum(row.enriched_key is not None for row in rows),
+            "host_entries": len(store.host),
+            "host_bytes": store.host.num_bytes,
+            "disk_bytes": 0 if store.disk is None else sum(size for _, size in store.disk.list()),
+        }
+
+    # Prompts, for adapters
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Apply the model's chat template once; see `PromptLayout.render_chat`."""
+        return self.layout.render_chat(messages, add_generation_prompt)
+
+    def default_messages(self, context: str, question: str) -> list[dict[str, str]]:
+        """The chat messages whose rendering is the engine's own layout."""
+        return self.layout.default_messages(context, question)
+
+    def count_tokens(self, text: str) -> int:
+        return len(self.layout.tokenize(text))
+
+    # Questions
+
+    def prefill(self, request: Request) -> Prefill:
+        """Everything up to the logits of the first output token.
+
+        Raises:
+            ContextOverflowError: the prompt is longer than the model's context.
+            CacheMissError: a chunk has no cache and `on_miss="error"`.
+        """
+        prompt = self._admit(request)
+        done = self._prefill(request, prompt, num_new=1, arrival=time.perf_counter())
+        self._store_misses(request, done)
+        return Prefill(done.logits.clone(), prompt.token_ids, done.stats)
+
+    def generate(self, request: Request) -> Generation:
+        """The whole answer; see `prefill` for errors."""
+        return _collect(list(self.stream(request)))
+
+    def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
+        """The answers of several requests, in order."""
+        return [self.generate(request) for request in requests]
+
+    def stream(self, request: Request) -> Iterator[TokenDelta]:
+        """The answer token by token; the last delta carries the stats. Closing the iterator stops the generation."""
+        self._check_open()
+        return self._stream(request)
+
+    async def agenerate(self, request: Request) -> Generation:
+        """`generate`, without blocking the event loop."""
+        return _collect([delta async for delta in self.astream(request)])
+
+    async def astream(self, request: Request) -> AsyncIterator[TokenDelta]:
+        """`stream`, without blocking the event loop. Cancelling the task stops the generation."""
+        deltas, loop = self.stream(request), asyncio.get_running_loop()
+        try:
+            while (delta := await loop.run_in_executor(self._async_worker, next, deltas, None)) is not None:
+                yield delta
+        finally:
+            # On the same worker, so behind a step that may still be running.
+            self._async_worker.submit(deltas.close)  # type: ignore[attr-defined]
+
+    def _stream(self, request: Request) -> Iterator[TokenDelta]:
+        arrival = time.perf_counter()
+        prompt = self._admit(request)
+        limit = min(request.max_new_tokens or self.config.max_new_tokens, self.max_context - len(prompt.token_ids) + 1)
+        done = self._prefill(request, prompt, num_new=limit, arrival=arrival)
+        try:
+            yield from self._decode(request, done, limit, arrival)
+        finally:
+            self._store_misses(request, done)
+
+    def _decode(self, request: Request, done: Prefilled, limit: int, arrival: float) -> Iterator[TokenDelta]:
+        sampler = Sampler(request.temperature, request.top_p, request.seed)
+        text = TextStream(self.tokenizer, request.stop)
+        token = sampler.sample(done.logits)
+        ttft_s, decode_s = time.perf_counter() - arrival, 0.0
+        for num_generated in range(1, limit + 1):
+            is_end = token in self._end_tokens
+            piece = "" if is_end else text.push(token)
+            if is_end or text.is_stopped or num_generated == limit:
+                reason = "stop" if is_end or text.is_stopped else "length"
+                stats = replace(done.stats, num_generated_tokens=num_generated, ttft_s=ttft_s, decode_s=decode_s)
+                yield TokenDelta(piece + text.finish(), token, stats, reason)  # type: ignore[arg-type]
+                return
+            yield TokenDelta(piece, token)
+            begin = time.perf_counter()
+            position = len(done.prompt.token_ids) + num_generated - 1
+            rows = Rows(self.runner.tensor([token]), self.runner.tensor([position]), done.canvas)
+            token = sampler.sample(self.runner.forward_logits([rows])[0])
+            decode_s += time.perf_counter() - begin
+
+    def _admit(self, request: Request) -> Prompt:
+        """Tokenize a request and check that it fits."""
+        self._check_open()
+        prompt = self.layout.prompt(request)
+        if len(prompt.token_ids) > self.max_context:
+            raise ContextOverflowError(
+                f"the prompt has {len(prompt.token_ids)} tokens ({sum(map(len, prompt.chunks))} of them in "
+                f"{len(prompt.chunks)} chunks), the model's context {self.max_context}; retrieve fewer or shorter "
+                f"chunks"
+            )
+        return prompt
+
+    def _prefill(self, request: Request, prompt: Prompt, *, num_new: int, arrival: float) -> Prefilled:
+        selector = resolve_selector(self.config.selector if request.selector is None else request.selector)
+        ratio = request.recompute_ratio
+        if ratio is None:
+            ratio = self.config.recompute_ratio if request.method == "fusionrag" else 0.0
+        for future in list(self._pending):  # chunks of the request before may be on their way into the store
+            future.exception()
+        capacity = len(prompt.token_ids) + num_new - 1
+        done = self._prefiller.prefill(
+            request, prompt, ratio=ratio, selector=selector, capacity=capacity, arrival=arrival
+        )
+        with self._counts_lock:
+            self._counts["num_requests"] += 1
+            if request.method != "full":
+                for status in done.stats.chunk_status:
+                    self._counts[f"num_{status}"] += 1
+        return done
+
+    def _store_misses(self, request: Request, done: Prefilled) -> None:
+        """Give chunks met for the first time their plain caches, in the background, computed as if alone behind `P`."""
+        if request.method == "full":
+            return
+        pairs = zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True)
+        missing = [chunk for chunk, status in pairs if status == "miss"]
+        if missing and not self._is_closed:
+            self._in_background(lambda: self._precomputer.run(missing, None, None, _ProgressBars(False).open))
+
+    def _in_background(self, job: Any) -> None:
+        def run() -> None:
+            try:
+                job()
+            except Exception:
+                logger.exception("background work on chunk caches failed; answers are not affected")
+
+        self._pending = [future for future in self._pending if not future.done()]
+        self._pending.append(self._background.submit(run))
+
+    def _key(self, chunk: Chunk) -> str:
+        return self.library.keys.plain(self.layout.tokenize(chunk.text), chunk.scope)
+
+
+def _collect(deltas: Sequence[TokenDelta]) -> Generation:
+    last = deltas[-1]
+    assert last.stats is not None
+    assert last.finish_reason is not None
+    token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
+    return Generation("".join(delta.text for delta in deltas), token_ids, last.finish_reason, last.stats)
+
+
+class _ProgressBars:
+    """The progress bars of one call, one after the other."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self.is_shown = is_shown
+        self._bar: Any = None
+
+    def open(self, total: int, phase: str) -> Any:
+        """Begin the bar of a phase; returns its `update`."""
+        from tqdm.auto import tqdm
+
+        self.__exit__()
+        self._bar = tqdm(total=total, desc=phase, unit="chunk", disable=not self.is_shown or total == 0)
+        return self._bar.update
+
+    def __enter__(self) -> _ProgressBars:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

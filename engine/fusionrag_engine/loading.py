@@ -1,0 +1,78 @@
+"""Loading a model and its tokenizer, and the choices that "auto" stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+import torch
+
+from .config import EngineConfig
+from .errors import ConfigError
+
+
+def load_pretrained(model_id_or_dir: str | Path, gguf_file: str | None, config: EngineConfig) -> tuple[Any, Any]:
+    """A causal LM and its tokenizer, from a directory, a Hub name, or a GGUF file in one of these."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = choose_device(config.device)
+    source = str(model_id_or_dir)
+    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=choose_dtype(config.dtype, device), **extra)
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    model.to(device)  # type: ignore[arg-type]
+    return model, tokenizer
+
+
+def choose_device(name: str) -> torch.device:
+    """The named device; "auto" is the GPU where there is one."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The named dtype; "auto" is bfloat16 where the device computes in it, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return torch.bfloat16 if device.type != "cpu" or cpu_has_bfloat16() else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware; emulated, it is slower than float32."""
+    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(check is not None and check() for check in checks)
+
+
+def check_ready_model(model: Any, config: EngineConfig) -> None:
+    """A model handed over ready is used as it is; settings that contradict it are refused.
+
+    Raises:
+        ConfigError: the config names another dtype or device than the model has.
+    """
+    if config.dtype != "auto" and model.dtype != getattr(torch, config.dtype):
+        raise ConfigError(f"dtype={config.dtype!r}, but the model given is {model.dtype}; convert it, or leave 'auto'")
+    if config.device != "auto" and model.device.type != torch.device(config.device).type:
+        raise ConfigError(
+            f"device={config.device!r}, but the model given is on {model.device}; move it, or leave 'auto'"
+        )
+
+
+def local_directory(cache_dir: str | Path | None) -> Path | None:
+    """The local directory a path or `file://` URL names.
+
+    Raises:
+        ConfigError: a URL of another kind.
+    """
+    if cache_dir is None:
+        return None
+    text = str(cache_dir)
+    if "://" not in text:
+        return Path(text).expanduser()
+    url = urlparse(text)
+    if url.scheme != "file":
+        raise ConfigError(f"cache_dir={text!r} is not accepted; give a local directory or a file:// URL")
+    return Path(url2pathname(url.path))

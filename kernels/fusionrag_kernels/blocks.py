@@ -1,0 +1,76 @@
+"""The blocked softmax both CPU ops share: position blocks of rows against only the keys they can see."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusionrag_kernels.visibility import Visibility
+
+
+class Block(NamedTuple):
+    """Rows first <= i < beyond, their keys start <= j < end, and weights float32 [Hkv, rows*G, keys], reused."""
+
+    first: int
+    beyond: int
+    start: int
+    end: int
+    weights: Tensor
+
+
+def fold_heads(q: Tensor, num_kv_heads: int, factor: float) -> Tensor:
+    """q [Nq, Hq, D] times factor as float32 [Hkv, Nq*G, D]: a group's heads become rows of their key head."""
+    num_rows, num_heads, head_dim = q.shape
+    group = num_heads // num_kv_heads
+    folded = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)
+    return folded.to(torch.float32).mul(factor).reshape(num_kv_heads, num_rows * group, head_dim)
+
+
+def softmax_blocks(
+    q: Tensor, k: Tensor, seen: Visibility, *, scale: float, softcap: float | None, block_rows: int
+) -> Iterator[Block]:
+    """Softmax weights of q [Nq, Hq, D] over k float32 [Hkv, Nk, D], block by block; each Block is valid until the next.
+
+    Every key of a block is seen by at least one of its rows, so no unseen memory enters a product with the values.
+    """
+    num_kv_heads = k.shape[0]
+    group = q.shape[1] // num_kv_heads
+    folded = fold_heads(q, num_kv_heads, scale if softcap is None else scale / softcap)
+    bounds = _block_bounds(seen, block_rows)
+    size = max((((b - a) * group * (end[1] - start[0])) for a, b, start, end in bounds), default=0)
+    buffer = torch.empty(num_kv_heads * size, dtype=torch.float32, device=q.device)
+    for first, beyond, starts, ends in bounds:
+        start, end = starts[0], ends[1]
+        shape = (num_kv_heads, (beyond - first) * group, end - start)
+        scores = buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+        torch.bmm(folded[:, first * group : beyond * group], k[:, start:end].transpose(1, 2), out=scores)
+        if softcap is not None:
+            scores.tanh_().mul_(softcap)
+        by_row = scores.view(num_kv_heads, beyond - first, group, end - start)
+        if ends[0] < ends[1]:
+            later = torch.arange(ends[0], ends[1], device=q.device) >= seen.ends[first:beyond, None]
+            by_row[..., ends[0] - start :].masked_fill_(later[:, None], -torch.inf)
+        if starts[0] < starts[1]:
+            gone = torch.arange(starts[0], starts[1], device=q.device) < seen.starts[first:beyond, None]
+            by_row[..., : starts[1] - start].masked_fill_(gone[:, None], -torch.inf)
+        torch.softmax(scores, dim=-1, out=scores)
+        yield Block(first, beyond, start, end, scores)
+
+
+def _block_bounds(seen: Visibility, block_rows: int) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
+    """Blocks of at most block_rows rows, each with the first and last of its rows' starts and ends.
+
+    A block also ends where the next row sees none of the last row's keys or beyond: the keys between are seen by
+    nobody.
+    """
+    num_rows = seen.ends.shape[0]
+    gaps = (seen.starts[1:] > seen.ends[:-1]).nonzero().flatten().add(1).tolist()
+    edges: list[int] = [0]
+    for left, right in pairwise([0, *gaps, num_rows]):
+        edges.extend(range(min(left + block_rows, right), right, block_rows))
+        edges.append(right)
+    edges = sorted(set(edges))
+    starts, ends = seen.starts.tolist(), seen.ends.tolist()
+    return [(a, b, (starts[a], starts[b - 1]), (ends[a], ends[b - 1])) for a, b in pairwise(edges)]

@@ -1,0 +1,37 @@
+"""Critical scores in plain torch: one block of rows at a time, summed as it goes."""
+
+import torch
+from torch import Tensor
+
+from fusionrag_kernels.blocks import softmax_blocks
+from fusionrag_kernels.visibility import visibility
+
+BLOCK_ROWS = 64
+
+
+@torch.no_grad()
+def critical_scores(
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor,
+    kv_positions: Tensor | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_valid: Tensor | None = None,
+) -> Tensor:
+    """The contract of `fusionrag_kernels.critical_scores`; any device."""
+    seen = visibility(q_positions, kv_positions, kv_valid, k.shape[0], window)
+    rows = q if seen.q_order is None else q[seen.q_order]
+    by_head = k.transpose(0, 1)
+    reach = int(seen.ends[-1]) if rows.shape[0] else 0
+    keys = by_head[:, :reach] if seen.kv_order is None else by_head.index_select(1, seen.kv_order[:reach])
+    scores = torch.zeros(k.shape[0], dtype=torch.float32, device=k.device)
+    for block in softmax_blocks(rows, keys.float(), seen, scale=scale, softcap=softcap, block_rows=BLOCK_ROWS):
+        per_key = block.weights.sum((0, 1))
+        if seen.kv_order is None:
+            scores[block.start : block.end] += per_key
+        else:
+            scores.index_add_(0, seen.kv_order[block.start : block.end], per_key)
+    return scores
