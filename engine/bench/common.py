@@ -72,7 +72,7 @@ def hash_word(word: str) -> int:
     """The same in every process, unlike `hash`."""
     import xxhash
 
-    return int(xxhash.xxh32_intdigest(word))
+    return int(xxhash.xxh32_intdigest(word.encode()))
 
 
 def embedder() -> Callable[[Sequence[str]], Any]:

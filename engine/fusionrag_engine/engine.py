@@ -154,18 +154,19 @@ class Engine:
         chunk = Chunk(chunk) if isinstance(chunk, str) else chunk
         return self._precomputer.record(chunk, self._key(chunk))
 
-    def delete(self, chunks: Iterable[Chunk | str]) -> int:
+    def delete(self, chunks: Iterable[Chunk | str], *, scope: str | None = None) -> int:
         """Forget chunks, given as ids or as `Chunk`s; returns the number of caches dropped.
 
         A chunk's caches stay while another id names the same text. With them goes every enriched cache made with the
-        chunk; the chunks these belonged to fall back to their plain caches. Unknown ids are ignored.
+        chunk; the chunks these belonged to fall back to their plain caches. Unknown ids are ignored. An id means the
+        chunks it names in every scope, or only in `scope`.
         """
         self._check_open()
         num_dropped = 0
         for chunk in [chunks] if isinstance(chunks, (str, Chunk)) else chunks:
             if isinstance(chunk, str):
-                for scope, key in self.library.catalog.keys_of(chunk):
-                    num_dropped += self.library.delete(scope, key, chunk)
+                for found, key in self.library.catalog.keys_of(chunk, scope):
+                    num_dropped += self.library.delete(found, key, chunk)
             else:
                 num_dropped += self.library.delete(chunk.scope, self._key(chunk), chunk.id)
         return num_dropped

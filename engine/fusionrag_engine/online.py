@@ -115,7 +115,7 @@ class Prefiller:
     ) -> Iterator[Rows]:
         """The rows at ascending `positions`, at most `prefill_tokens` at a time."""
         ids, device = torch.tensor(prompt.token_ids), self.runner.device
-        for piece in torch.split(positions, self.prefill_tokens):  # type: ignore[no-untyped-call]
+        for piece in torch.split(positions, self.prefill_tokens):
             yield Rows(ids[piece].to(device), piece.to(device), canvas, kv_valid)
 
     def _critical(
@@ -188,11 +188,8 @@ class _Scorer:
                 )
             )
 
-        ids = torch.tensor(prompt.token_ids)
-        pieces = positions.split(self.prefiller.prefill_tokens)
-        for piece in pieces:
-            rows = Rows(ids[piece].to(runner.device), piece.to(runner.device), self.canvas, kv_valid)
-            is_asking = int(piece[-1]) >= question.start
+        for rows in self.prefiller.pieces(prompt, self.canvas, positions, kv_valid):
+            is_asking = int(rows.positions[-1]) >= question.start
             runner.forward([rows], probe=probe if is_asking else None)
         return scores.cpu()
 

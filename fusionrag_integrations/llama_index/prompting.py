@@ -1,0 +1,98 @@
+"""From a LlamaIndex prompt template and nodes to an engine request.
+
+The template is rendered with a mark in place of the context, the chat template is applied once, and the text is split
+at the mark. The nodes' texts go between, each a chunk of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+
+from fusionrag_engine import Chunk
+
+if TYPE_CHECKING:
+    from fusionrag_engine import Engine
+
+logger = logging.getLogger("fusionrag")
+
+MARK = "\u2402retrieved-nodes\u2403"
+CONTEXT_VARIABLES = ("context_str", "context_msg")
+
+
+@dataclass(frozen=True)
+class NodePrompt:
+    """A prompt over nodes: chunks, and the rendered text around them (`Request.text_around`)."""
+
+    question: str
+    chunks: list[Chunk]
+    text_around: list[str]
+
+
+def default_text_qa_template(engine: Engine) -> ChatPromptTemplate:
+    """The template whose rendering is the engine's own layout, so that the first chunk is an exact prefix."""
+    messages = engine.default_messages("{context_str}", "{query_str}")
+    return ChatPromptTemplate([ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
+
+
+def default_refine_template(engine: Engine) -> ChatPromptTemplate:
+    """As the default template, with the answer so far behind the question."""
+    question = "{query_str}\nThe answer so far, from other documents: {existing_answer}\nImprove it if these help."
+    messages = engine.default_messages("{context_msg}", question)
+    return ChatPromptTemplate([ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
+
+
+def node_text(node: NodeWithScore | BaseNode) -> str:
+    """Exactly the text of a node that reaches the prompt, and that ingestion caches."""
+    return (node.node if isinstance(node, NodeWithScore) else node).get_content(metadata_mode=MetadataMode.LLM)
+
+
+def context_text(engine: Engine, nodes: Sequence[NodeWithScore]) -> str:
+    """The nodes' texts as one context, for whatever wants a string."""
+    return engine.config.chunk_separator.join(node_text(node) for node in nodes)
+
+
+def context_variable(prompt: BasePromptTemplate) -> str | None:
+    """The variable of a template that takes the context; None where there is none, or a function computes it."""
+    names = [name for name in CONTEXT_VARIABLES if name in _variables(prompt)]
+    functions = prompt.function_mappings or {}
+    return names[0] if len(names) == 1 and names[0] not in functions else None
+
+
+def _variables(prompt: BasePromptTemplate) -> set[str]:
+    """Names a caller may pass to a template: its variables, under the names it maps them from."""
+    mappings = prompt.template_var_mappings or {}
+    return set(prompt.template_vars) | set(mappings)
+
+
+def render_messages(engine: Engine, messages: Sequence[ChatMessage]) -> str:
+    """Chat messages as the model's prompt text."""
+    return engine.render_chat([{"role": _role(item), "content": item.content or ""} for item in messages])
+
+
+def _role(message: ChatMessage) -> str:
+    role = message.role
+    return role.value if isinstance(role, MessageRole) else str(role)
+
+
+def split_prompt(
+    engine: Engine, messages: Sequence[ChatMessage], nodes: Sequence[NodeWithScore], question: str, scope: str
+) -> NodePrompt | None:
+    """A prompt over nodes from messages that contain `MARK`; None (with a warning) unless the mark is there once."""
+    rendered = render_messages(engine, messages)
+    if rendered.count(MARK) != 1:
+        logger.warning(
+            "the prompt template puts the context into the prompt %d times, not once; chunk caches are not used for it",
+            rendered.count(MARK),
+        )
+        return None
+    head, tail = rendered.split(MARK)
+    chunks = [Chunk(node_text(node), id=node.node.node_id, scope=scope) for node in nodes]
+    between = [engine.config.chunk_separator] * (len(chunks) - 1)
+    return NodePrompt(question, chunks, [head, *between, tail])
