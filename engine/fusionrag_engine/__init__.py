@@ -8,6 +8,7 @@ from .errors import (
     ContextOverflowError,
     EngineClosedError,
     FusionRAGError,
+    SelectorError,
     UnknownSettingError,
     UnsupportedModelError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "PrecomputeReport",
     "Prefill",
     "Request",
+    "SelectorError",
     "Stats",
     "TokenDelta",
     "UnknownSettingError",

@@ -76,6 +76,14 @@ class EngineConfig:
             check_int(name, getattr(self, name), least)
         if self.disk_bytes is not None:
             check_int("disk_bytes", self.disk_bytes, 0)
+        for name in ("system_prompt", "chunk_separator", "question_template", "selector", "device"):
+            check_text(name, getattr(self, name))
+        if not isinstance(self.chat_template_kwargs, Mapping):
+            raise ConfigError(f"chat_template_kwargs={self.chat_template_kwargs!r} is not accepted; give a dict")
+        if self.embed is not None and not callable(self.embed):
+            raise ConfigError(
+                f"embed={self.embed!r} is not accepted; give a function from texts to embeddings, or None"
+            )
         if "{question}" not in self.question_template:
             raise ConfigError(f"question_template={self.question_template!r} must contain '{{question}}'")
 
@@ -85,11 +93,20 @@ def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
         raise ConfigError(f"{name}={value!r} is not accepted; choose one of {', '.join(map(repr, accepted))}")
 
 
+def check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} is not accepted; give a string")
+
+
 def check_int(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} is not accepted; give an integer of at least {least}")
 
 
+def check_number(name: str, value: object, is_accepted: Callable[[float], bool], accepted: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not is_accepted(value):
+        raise ConfigError(f"{name}={value!r} is not accepted; give {accepted}")
+
+
 def check_ratio(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value!r} is not accepted; give a number from 0 to 1")
+    check_number(name, value, lambda ratio: 0 <= ratio <= 1, "a number from 0 to 1")

@@ -25,7 +25,8 @@ class Sampler:
         """Token from float32 logits `[vocab]`."""
         if self.temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits.double().cpu() / self.temperature).softmax(0)
+        logits = logits.double().cpu()
+        probabilities = ((logits - logits.max()) / self.temperature).softmax(0)  # a tiny temperature is greedy, not NaN
         if self.top_p < 1:
             ordered, order = probabilities.sort(descending=True)
             outside = ordered.cumsum(0) - ordered >= self.top_p  # the most likely token is always inside

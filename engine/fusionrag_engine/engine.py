@@ -51,8 +51,8 @@ class Engine:
         check_ready_model(model, config)
         self.model = model
         self.tokenizer = tokenizer
+        rope = read_rope(model)
         self.runner = ModelRunner(model)
-        rope = read_rope(model, self.runner.config, self.runner.shape.num_layers)
         self_check(self.runner, rope)
 
         self.model_name: str = getattr(model.config, "_name_or_path", "") or type(model).__name__
@@ -141,6 +141,8 @@ class Engine:
         """
         self._check_open()
         chunks = as_chunks(chunks)
+        if not chunks:
+            embeddings = neighbours = None
         if embeddings is not None and neighbours is not None:
             raise ConfigError("embeddings and neighbours were both given; give one of them")
         if embeddings is None and neighbours is None and self.config.embed is not None and chunks:
@@ -162,13 +164,17 @@ class Engine:
         chunks it names in every scope, or only in `scope`.
         """
         self._check_open()
+        self._settle()  # what a request met online must not be stored behind its deletion
         num_dropped = 0
         for chunk in [chunks] if isinstance(chunks, (str, Chunk)) else chunks:
             if isinstance(chunk, str):
                 for found, key in self.library.catalog.keys_of(chunk, scope):
                     num_dropped += self.library.delete(found, key, chunk)
             else:
-                num_dropped += self.library.delete(chunk.scope, self._key(chunk), chunk.id)
+                key = self._key(chunk)
+                named = [] if chunk.id is None else self.library.catalog.keys_of(chunk.id, chunk.scope)
+                for name in {key, *(name for _, name in named)}:
+                    num_dropped += self.library.delete(chunk.scope, name, chunk.id)
         return num_dropped
 
     def prefetch(self, chunks: Iterable[Chunk | str]) -> None:
@@ -262,8 +268,10 @@ class Engine:
             while (delta := await loop.run_in_executor(self._async_worker, next, deltas, None)) is not None:
                 yield delta
         finally:
-            # On the same worker, so behind a step that may still be running.
-            self._async_worker.submit(deltas.close)  # type: ignore[attr-defined]
+            if self._is_closed:  # and no step is running any more
+                deltas.close()  # type: ignore[attr-defined]
+            else:  # on the same worker, so behind a step that may still be running
+                self._async_worker.submit(deltas.close)  # type: ignore[attr-defined]
 
     def _stream(self, request: Request) -> Iterator[TokenDelta]:
         arrival = time.perf_counter()
@@ -299,6 +307,8 @@ class Engine:
         """Tokenize a request and check that it fits."""
         self._check_open()
         prompt = self.layout.prompt(request)
+        if not prompt.token_ids:
+            raise ConfigError("the prompt has no tokens; give a question, a chunk or text around them")
         if len(prompt.token_ids) > self.max_context:
             raise ContextOverflowError(
                 f"the prompt has {len(prompt.token_ids)} tokens ({sum(map(len, prompt.chunks))} of them in "
@@ -312,8 +322,7 @@ class Engine:
         ratio = request.recompute_ratio
         if ratio is None:
             ratio = self.config.recompute_ratio if request.method == "fusionrag" else 0.0
-        for future in list(self._pending):  # chunks of the request before may be on their way into the store
-            future.exception()
+        self._settle()
         capacity = len(prompt.token_ids) + num_new - 1
         done = self._prefiller.prefill(
             request, prompt, ratio=ratio, selector=selector, capacity=capacity, arrival=arrival
@@ -333,6 +342,11 @@ class Engine:
         missing = [chunk for chunk, status in pairs if status == "miss"]
         if missing and not self._is_closed:
             self._in_background(lambda: self._precomputer.run(missing, None, None, _ProgressBars(False).open))
+
+    def _settle(self) -> None:
+        """Wait until the chunks met by earlier requests are in the store."""
+        for future in list(self._pending):
+            future.exception()
 
     def _in_background(self, job: Any) -> None:
         def run() -> None:

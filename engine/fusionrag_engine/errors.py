@@ -29,5 +29,9 @@ class CacheMissError(FusionRAGError):
     """A chunk has no usable cache and `EngineConfig(on_miss="error")` forbids computing it."""
 
 
+class SelectorError(FusionRAGError):
+    """A selector broke its contract: it must choose `budget` distinct candidates."""
+
+
 class EngineClosedError(FusionRAGError):
     """The engine was used after `close()`."""

@@ -49,7 +49,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Digest of the tokenizer's whole definition: vocabulary, merges, normalisation, special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        definition = backend.to_str()
+        parts = json.loads(backend.to_str())
+        # Both are set by the last call to the tokenizer, and decide nothing here.
+        parts.pop("padding", None)
+        parts.pop("truncation", None)
+        definition = json.dumps(parts, sort_keys=True)
     else:
         definition = json.dumps(sorted(tokenizer.get_vocab().items()))
     special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)

@@ -19,6 +19,7 @@ from .types import Request, as_chunks
 _SENTINEL = "\u2402fusionrag-context\u2403"
 _TEMPLATE_DATE = "26 Jul 2024"
 """Some templates print today's date; it would change `P`, and with it every cache key, every day."""
+_FIXED_CLOCK = f"{{%- macro strftime_now(format) %}}{_TEMPLATE_DATE}{{% endmacro -%}}"
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,15 @@ class PromptLayout:
         return rendered
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        keywords = {"date_string": _TEMPLATE_DATE, "strftime_now": lambda _format: _TEMPLATE_DATE}
-        keywords.update(self.config.chat_template_kwargs)
+        template = self.tokenizer.get_chat_template()
+        if "strftime_now" in template:
+            template = _FIXED_CLOCK + template
         text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **keywords
+            messages,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **{"date_string": _TEMPLATE_DATE, **self.config.chat_template_kwargs},
         )
         return text
 

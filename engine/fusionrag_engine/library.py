@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +12,10 @@ from numpy.typing import NDArray
 
 from .catalog import Catalog, ChunkRow
 from .keys import CacheKeys
-from .store import ChunkStore, Entry
+from .store import ChunkStore, Entry, is_being_written
+
+WRITING_S = 3600.0
+"""How long `gc` leaves files alone that a writer announced, in seconds."""
 
 
 class ChunkLibrary:
@@ -31,7 +36,11 @@ class ChunkLibrary:
 
     def plain(self, token_ids: Sequence[int], scope: str) -> Entry | None:
         """The plain cache of a chunk, or None."""
-        return self._get(self.keys.plain(token_ids, scope), token_ids)
+        key = self.keys.plain(token_ids, scope)
+        if self.catalog.get(key) is None:
+            # Another process may have deleted the chunk: its file counts, not what this one has in memory.
+            self.store.host.remove(key)
+        return self._get(key, token_ids)
 
     def enriched(self, token_ids: Sequence[int], scope: str, top_n: int) -> Entry | None:
         """The current enriched cache of a chunk, made with this `top_n`, or None."""
@@ -44,8 +53,11 @@ class ChunkLibrary:
         return row.enriched_key is not None and row.top_n == top_n and self.store.has(row.enriched_key)
 
     def _get(self, key: str, token_ids: Sequence[int]) -> Entry | None:
-        entry = self.store.get(key, token_ids)
-        if entry is not None and self.disk_bytes is not None:
+        is_expected = self.catalog.is_stored(key)
+        entry = self.store.get(key, token_ids, is_expected=is_expected)
+        if entry is None and is_expected:
+            self.catalog.note_removed(key)
+        elif entry is not None and self.disk_bytes is not None:
             self.catalog.touch([key])
         return entry
 
@@ -65,10 +77,12 @@ class ChunkLibrary:
         return size
 
     def _put(self, entry: Entry) -> int:
+        if self.store.disk is None:
+            return self.store.put(entry)
+        self.catalog.note_stored(entry.key, 0)  # announced, so that `gc` leaves the file alone until it counts
         size = self.store.put(entry)
-        if self.store.disk is not None:
-            self.catalog.note_stored(entry.key, size)
-            self._make_room(keep=entry.key)
+        self.catalog.note_stored(entry.key, size)
+        self._make_room(keep=entry.key)
         return size
 
     def _make_room(self, keep: str) -> None:
@@ -109,14 +123,20 @@ class ChunkLibrary:
         """Remove files that no chunk refers to, and what dead writers left behind; returns how many files."""
         if self.store.disk is None:
             return 0
-        wanted = {name for row in self.catalog.all() for name in (row.key, row.enriched_key)}
-        stray = [key for key, _ in self.store.disk.list() if key not in wanted]
+        found = list(self.store.disk.list())  # before the catalog is read: what is recorded meanwhile is not stray
+        leftovers = list(self.store.disk.leftovers())
+        being_written = self.catalog.noted_since(time.time() - WRITING_S)
+        wanted = {name for row in self.catalog.all() for name in (row.key, row.enriched_key)} | being_written
+        stray = [key for key, _ in found if key not in wanted]
         for key in stray:
             self._remove_cache(key)
-        leftovers = list(self.store.disk.leftovers())
-        for path in leftovers:
-            path.unlink(missing_ok=True)
-        return len(stray) + len(leftovers)
+        dead = [path for key, path in leftovers if key not in being_written or not is_being_written(path)]
+        for path in dead:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        return len(stray) + len(dead)
 
     def verify(self) -> list[str]:
         """Read every recorded cache; bad ones are moved aside. Returns one line a problem, none when all is well."""

@@ -29,7 +29,10 @@ def load_pretrained(model_id_or_dir: str | Path, gguf_file: str | None, config: 
 def choose_device(name: str) -> torch.device:
     """The named device; "auto" is the GPU where there is one."""
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ConfigError(f"device={name!r} is not accepted; give 'auto', 'cpu', 'cuda' or 'cuda:0'") from error
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -55,7 +58,7 @@ def check_ready_model(model: Any, config: EngineConfig) -> None:
     """
     if config.dtype != "auto" and model.dtype != getattr(torch, config.dtype):
         raise ConfigError(f"dtype={config.dtype!r}, but the model given is {model.dtype}; convert it, or leave 'auto'")
-    if config.device != "auto" and model.device.type != torch.device(config.device).type:
+    if config.device != "auto" and model.device.type != choose_device(config.device).type:
         raise ConfigError(
             f"device={config.device!r}, but the model given is on {model.device}; move it, or leave 'auto'"
         )

@@ -24,7 +24,10 @@ def as_embeddings(embeddings: Any, num_chunks: int) -> NDArray[np.float32]:
     Raises:
         ConfigError: another shape, or a row with NaN, infinity or no length.
     """
-    array = np.asarray(embeddings, dtype=np.float32)
+    try:
+        array = np.asarray(embeddings, dtype=np.float32)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"embeddings are not a table of numbers ({error}); give one row a chunk") from error
     if array.ndim != 2 or array.shape[0] != num_chunks:
         raise ConfigError(f"embeddings have shape {array.shape}; give one row a chunk: ({num_chunks}, dim)")
     norms = np.linalg.norm(array, axis=1, keepdims=True)

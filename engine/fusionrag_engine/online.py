@@ -17,6 +17,7 @@ from fusionrag_kernels import critical_scores
 
 from .assemble import Assembler, Assembly
 from .canvas import Canvas
+from .errors import SelectorError
 from .layout import Prompt, Segment
 from .precompute import Precomputer
 from .runner import ModelRunner, Rows
@@ -61,7 +62,7 @@ class Prefiller:
 
         begin = time.perf_counter()
         num_head = 0
-        if assembly.reusable and fresh[0].start < prompt.chunks[0].start:
+        if assembly.reusable and fresh and fresh[0].start < prompt.chunks[0].start:
             # A request's own prefix (template, history) stands before every chunk: its rows are exact once computed.
             head = fresh.pop(0)
             head, rest = Segment(head.start, prompt.chunks[0].start), Segment(prompt.chunks[0].start, head.stop)
@@ -136,8 +137,12 @@ class Prefiller:
         scorer = _Scorer(self, prompt, canvas, fresh)
         context = SelectionContext(candidates, budget, self.runner.shape.num_layers, scorer.question_scores)
         chosen = selector.select(context).cpu()
-        assert bool(torch.isin(chosen, candidates).all()), f"{selector} chose outside the candidates"
-        assert len(torch.unique(chosen)) == budget, f"{selector} did not choose {budget} tokens"
+        num_allowed = int(torch.isin(torch.unique(chosen), candidates).sum())
+        if not num_allowed == len(chosen) == budget:
+            raise SelectorError(
+                f"selector {selector} chose {len(chosen)} tokens, {num_allowed} of them distinct candidates; it must "
+                f"choose {budget} of context.candidates"
+            )
         return chosen.sort().values
 
 

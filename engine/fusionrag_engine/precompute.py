@@ -109,9 +109,7 @@ class Precomputer:
         for job in jobs.values():
             if job.key not in computed:
                 self.library.catalog.add(ChunkRow(job.key, job.scope, job.content, tuple(job.token_ids)), job.embedding)
-        for chunk, key in zip(chunks, keys, strict=True):
-            if chunk.id is not None and key is not None:
-                self._name(chunk, key)
+        self._name(chunks, keys)
 
         self._find_neighbours(chunks, keys, jobs, vectors is not None, neighbours)
         todo = [job for job in jobs.values() if job.neighbours]
@@ -124,14 +122,16 @@ class Precomputer:
 
         return self._report(chunks, keys, jobs, counts, vectors is not None or neighbours is not None, begin)
 
-    def _name(self, chunk: Chunk, key: str) -> None:
-        """Let the chunk's id name this content; the content it named before loses that id, and goes with its last
-        one."""
-        assert chunk.id is not None
-        for scope, old in self.library.catalog.keys_of(chunk.id, chunk.scope):
-            if old != key:
-                self.library.delete(scope, old, chunk.id)
-        self.library.catalog.set_id(chunk.scope, chunk.id, key)
+    def _name(self, chunks: Sequence[Chunk], keys: Sequence[str | None]) -> None:
+        """Let each id name its chunk's content now. What an id named before goes when no id is left for it."""
+        before: set[tuple[str, str]] = set()
+        for chunk, key in zip(chunks, keys, strict=True):
+            if chunk.id is not None and key is not None:
+                before.update(self.library.catalog.keys_of(chunk.id, chunk.scope))
+                self.library.catalog.set_id(chunk.scope, chunk.id, key)
+        for scope, old in before - {(chunk.scope, key) for chunk, key in zip(chunks, keys, strict=True) if key}:
+            if not self.library.catalog.has_ids(old):
+                self.library.delete(scope, old, None)
 
     def _jobs(
         self, chunks: Sequence[Chunk], vectors: NDArray[np.float32] | None, counts: _Counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .errors import UnsupportedModelError
 
@@ -46,13 +46,15 @@ LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 """RoPE types whose frequencies change with the length of the prompt: a stored key cannot be moved."""
 
 
-def read_rope(model: nn.Module, config: Any, num_layers: int) -> Rope:
+def read_rope(model: Any) -> Rope:
     """Read the frequencies of each layer from the model's rotary module.
 
     Raises:
         UnsupportedModelError: there is none (absolute positions, ALiBi), or its frequencies depend on the length.
     """
     name = type(model).__name__
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
     for kind in _rope_types(config):
         if kind in LENGTH_DEPENDENT:
             raise UnsupportedModelError(
@@ -62,8 +64,8 @@ def read_rope(model: nn.Module, config: Any, num_layers: int) -> Rope:
     rotary = getattr(model.base_model, "rotary_emb", None)
     if rotary is None:
         raise UnsupportedModelError(
-            f"{name} has no rotary position embedding (absolute or ALiBi positions); chunk caches can be moved only in "
-            f"models with RoPE"
+            f"{name} has no rotary position embedding (absolute or ALiBi positions, or a recurrent model); chunk "
+            f"caches can be moved only in models with RoPE"
         )
     layer_types = getattr(config, "layer_types", None) or [None] * num_layers
     has_rope = getattr(config, "no_rope_layers", None) or [1] * num_layers

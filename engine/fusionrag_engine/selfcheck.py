@@ -29,7 +29,7 @@ def refuse_by_config(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; only decoder-only causal language models are served"
         )
-    if not hasattr(model, "lm_head") and not hasattr(model, "get_output_embeddings"):
+    if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,25 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+_HOST = xxhash.xxh32_hexdigest(platform.node().encode())
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether the writer of a temporary file may still be alive: it is, or it is of another machine."""
+    parts = path.name.split(".")
+    if path.suffix != ".tmp" or len(parts) != 6 or not parts[3].isdigit():
+        return False
+    if parts[2] != _HOST:
+        return True
+    try:
+        os.kill(int(parts[3]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # alive, and another user's
+        return True
+    return True
 
 
 class CorruptEntryError(Exception):
@@ -115,16 +136,20 @@ class DiskTier:
             "format": str(FORMAT_VERSION),
             "key": entry.key,
             "start": str(entry.start),
-            "checksum": _checksum(tensors),
         }
+        header["checksum"] = _checksum(tensors, header)
         data = safetensors.torch.save(tensors, metadata=header)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        temporary = path.with_name(f".{entry.key}.{_HOST}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            try:
+                os.replace(temporary, path)
+            except IsADirectoryError:
+                self.set_aside(entry.key)
+                os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -141,14 +166,14 @@ class DiskTier:
         try:
             tensors = safetensors.torch.load(data)
             header = _header(data)
-            checksum = header["checksum"]
+            checksum = header.pop("checksum")
             token_ids = tuple(tensors["token_ids"].tolist())
             entry = Entry(header["key"], token_ids, int(header["start"]), tensors["keys"], tensors["values"])
         except (safetensors.SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
             raise CorruptEntryError(f"{type(error).__name__}: {error}") from error
         if header.get("format") != str(FORMAT_VERSION) or entry.key != key:
             raise CorruptEntryError(f"holds key {entry.key} in format {header.get('format')}")
-        if checksum != _checksum(tensors):
+        if checksum != _checksum(tensors, header):
             raise CorruptEntryError("checksum differs")
         return entry
 
@@ -166,7 +191,7 @@ class DiskTier:
         """Rename a bad file so that it is never read again but can be looked at."""
         path = self.path(key)
         try:
-            os.replace(path, path.with_suffix(".corrupt"))
+            os.replace(path, path.with_suffix(f".{time.time_ns()}.corrupt"))
         except OSError as error:
             logger.warning("cannot move bad cache file %s aside: %s", path, error)
 
@@ -192,10 +217,11 @@ class DiskTier:
             except FileNotFoundError:  # removed by another process meanwhile
                 continue
 
-    def leftovers(self) -> Iterator[Path]:
-        """Temporary files of writers that died, and files that were set aside."""
-        yield from self.root.glob("??/.*.tmp")
-        yield from self.root.glob("??/*.corrupt")
+    def leftovers(self) -> Iterator[tuple[str, Path]]:
+        """Temporary files of writers, and what was set aside, with the key each belongs to."""
+        for pattern in ("??/.*.tmp", "??/*.corrupt"):
+            for path in self.root.glob(pattern):
+                yield path.name.lstrip(".").split(".")[0], path
 
 
 class ChunkStore:
@@ -208,11 +234,11 @@ class ChunkStore:
     def has(self, key: str) -> bool:
         return key in self.host or (self.disk is not None and self.disk.has(key))
 
-    def get(self, key: str, token_ids: Sequence[int]) -> Entry | None:
-        """The entry of that key if it holds exactly these tokens, else None."""
+    def get(self, key: str, token_ids: Sequence[int], *, is_expected: bool = False) -> Entry | None:
+        """The entry of that key if it holds exactly these tokens, else None; `is_expected` warns if it is gone."""
         entry = self.host.get(key)
         if entry is None:
-            entry = self._read_disk(key)
+            entry = self._read_disk(key, is_expected)
         if entry is not None and entry.token_ids != tuple(token_ids):
             logger.warning("chunk cache %s is a miss: it holds other tokens under the same key", key)
             return None
@@ -224,7 +250,7 @@ class ChunkStore:
             self.host.remove(key)
         return self.get(key, token_ids)
 
-    def _read_disk(self, key: str) -> Entry | None:
+    def _read_disk(self, key: str, is_expected: bool) -> Entry | None:
         if self.disk is None:
             return None
         try:
@@ -235,6 +261,8 @@ class ChunkStore:
             return None
         if entry is not None:
             self.host.put(entry)
+        elif is_expected:
+            logger.warning("chunk cache %s is a miss: the file has vanished", self.disk.path(key))
         return entry
 
     def put(self, entry: Entry) -> int:
@@ -248,8 +276,9 @@ class ChunkStore:
             self.disk.remove(key)
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    state = xxhash.xxh3_128()
+def _checksum(tensors: dict[str, Tensor], header: dict[str, str]) -> str:
+    """Over every tensor, and every other field of the header."""
+    state = xxhash.xxh3_128(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         state.update(f"{name}:{tuple(tensors[name].shape)}:{tensors[name].dtype}".encode())
         state.update(tensor_bytes(tensors[name]))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from .config import check_choice, check_int, check_ratio
+from .config import check_choice, check_int, check_number, check_ratio, check_text
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,10 +37,22 @@ class Chunk:
     id: str | None = None
     scope: str = ""
 
+    def __post_init__(self) -> None:
+        check_text("text", self.text)
+        check_text("scope", self.scope)
+        if self.id is not None:
+            check_text("id", self.id)
+
 
 def as_chunks(chunks: Iterable[Chunk | str]) -> list[Chunk]:
     """Chunks given as `Chunk` or as plain text."""
-    return [Chunk(chunk) if isinstance(chunk, str) else chunk for chunk in chunks]
+    if isinstance(chunks, (str, Chunk)) or not isinstance(chunks, Iterable):
+        raise ConfigError(f"chunks={chunks!r} is not accepted; give a list of Chunk or str")
+    result = [Chunk(chunk) if isinstance(chunk, str) else chunk for chunk in chunks]
+    for chunk in result:
+        if not isinstance(chunk, Chunk):
+            raise ConfigError(f"chunks contain {chunk!r}, which is not accepted; give a list of Chunk or str")
+    return result
 
 
 @dataclass(frozen=True)
@@ -76,30 +88,37 @@ class Request:
     text_around: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.question, str):
-            raise ConfigError(f"question={self.question!r} is not accepted; give a string")
-        if isinstance(self.chunks, (str, Chunk)):
-            raise ConfigError(f"chunks={self.chunks!r} is not accepted; give a list of Chunk or str")
+        check_text("question", self.question)
         chunks = tuple(as_chunks(self.chunks))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "chunks", chunks)
+        stop = _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop or ())
         object.__setattr__(self, "stop", tuple(text for text in stop if text))
         check_choice("method", self.method, METHODS)
         if self.recompute_ratio is not None:
             check_ratio("recompute_ratio", self.recompute_ratio)
         if self.max_new_tokens is not None:
             check_int("max_new_tokens", self.max_new_tokens, 1)
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature={self.temperature!r} is not accepted; give 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p!r} is not accepted; give a number above 0 and at most 1")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0)
+        check_number("temperature", self.temperature, lambda value: value >= 0, "0 (greedy) or a positive number")
+        check_number("top_p", self.top_p, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
         if self.text_around is not None:
-            object.__setattr__(self, "text_around", tuple(self.text_around))
+            object.__setattr__(self, "text_around", _texts("text_around", self.text_around))
             if len(self.text_around) != len(chunks) + 1:
                 raise ConfigError(
                     f"text_around has {len(self.text_around)} strings for {len(chunks)} chunks; give one before the "
                     f"first chunk, one between each two and one after the last: {len(chunks) + 1}"
                 )
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """A list of strings, which a single string is not."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r} is not accepted; give a list of strings")
+    texts = tuple(value)
+    for text in texts:
+        check_text(f"an item of {name}", text)
+    return texts
 
 
 @dataclass(frozen=True)

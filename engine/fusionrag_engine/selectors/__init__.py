@@ -3,6 +3,8 @@ here."""
 
 from __future__ import annotations
 
+from typing import cast
+
 from fusionrag_engine.errors import ConfigError
 
 from .base import SelectionContext, Selector
@@ -26,9 +28,9 @@ def resolve_selector(selector: str | Selector) -> Selector:
     Raises:
         ConfigError: no selector has that name.
     """
-    if not isinstance(selector, str):
-        return selector
-    if selector not in SELECTORS:
+    if callable(getattr(selector, "select", None)):
+        return cast(Selector, selector)
+    if not isinstance(selector, str) or selector not in SELECTORS:
         raise ConfigError(f"selector={selector!r} is not registered; choose one of {', '.join(map(repr, SELECTORS))}")
     return SELECTORS[selector]
 
