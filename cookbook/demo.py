@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model", default=STATE / "models" / "SmolLM2-135M-Instruct", help="directory or Hub name")
     parser.add_argument("--corpus", type=Path, default=HERE / "corpus", help="directory of Markdown files")
     parser.add_argument("--questions", type=Path, default=HERE / "questions.json")
-    parser.add_argument("--limit", type=int, default=6, help="questions to ask")
+    parser.add_argument("--limit", type=int, default=5, help="questions to ask")
     parser.add_argument("--state", type=Path, default=STATE, help="where Chroma, the caches and the report are kept")
     args = parser.parse_args()
     quiet()
@@ -57,7 +57,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def build(model: str | Path, state: Path, top_k: int = 10) -> dict[str, Any]:
+def build(model: str | Path, state: Path, top_k: int = 8) -> dict[str, Any]:
     """Engine, embeddings, Chroma-backed index and the transformations, all kept below `state`."""
     import chromadb
     from embeddings import MiniLMEmbedding
@@ -68,7 +68,7 @@ def build(model: str | Path, state: Path, top_k: int = 10) -> dict[str, Any]:
     from fusionrag_integrations.llama_index import FusionRAGChromaVectorStore, FusionRAGTransform
 
     state.mkdir(parents=True, exist_ok=True)
-    engine = Engine.from_pretrained(model, config=EngineConfig(cache_dir=state / "caches", top_n=10))
+    engine = Engine.from_pretrained(model, config=EngineConfig(cache_dir=state / "caches", top_n=4))
     embedding = MiniLMEmbedding()
     client = chromadb.PersistentClient(str(state / "chroma"), settings=chromadb.Settings(anonymized_telemetry=False))
     collection = client.get_or_create_collection("handbook")
@@ -126,7 +126,7 @@ def query(rag: dict[str, Any], question: str, method: str) -> dict[str, Any]:
     """One query-engine call; the engine's stats come back in the response's metadata."""
     from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGSynthesizer
 
-    llm = FusionRAGLLM.from_engine(rag["engine"], max_new_tokens=48, method=method)
+    llm = FusionRAGLLM.from_engine(rag["engine"], max_new_tokens=32, method=method)
     query_engine = rag["index"].as_query_engine(
         llm=llm, response_synthesizer=FusionRAGSynthesizer(llm=llm), similarity_top_k=rag["top_k"]
     )
