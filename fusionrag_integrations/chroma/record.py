@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fusionrag_engine import ChunkRecord
+if TYPE_CHECKING:
+    from fusionrag_engine import ChunkRecord
 
 PREFIX = "fusionrag_"
 """All our metadata keys begin so; adapters keep them out of what is embedded and what reaches the prompt."""
@@ -35,7 +37,8 @@ class CacheRecord:
         )
 
     def metadata(self) -> dict[str, str | int]:
-        """Flat metadata: Chroma refuses None and empty lists, so what is absent has no key."""
+        """Flat metadata of strings and integers. Chroma refuses None and empty lists, so what is absent has no key;
+        `neighbours` is a JSON list, because LlamaIndex's flat metadata has no lists."""
         values: dict[str, str | int] = {
             PREFIX + "key": self.key,
             PREFIX + "kind": self.kind,
@@ -45,20 +48,30 @@ class CacheRecord:
         if self.enriched_key is not None:
             values[PREFIX + "enriched_key"] = self.enriched_key
         if self.neighbours:
-            values[PREFIX + "neighbours"] = ",".join(self.neighbours)
+            values[PREFIX + "neighbours"] = json.dumps(self.neighbours)
         return values
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any] | None) -> CacheRecord | None:
-        """Read a record back; None where the metadata holds none."""
-        if not metadata or not metadata.get(PREFIX + "key"):
+        """Read a record back; None where the metadata holds none, or something that is not one."""
+        values = metadata or {}
+        key, kind, num_tokens = (values.get(PREFIX + name) for name in ("key", "kind", "num_tokens"))
+        if not isinstance(key, str) or not key or not isinstance(kind, str) or not isinstance(num_tokens, int):
             return None
-        neighbours = str(metadata.get(PREFIX + "neighbours") or "")
         return cls(
-            key=str(metadata[PREFIX + "key"]),
-            kind=str(metadata[PREFIX + "kind"]),
-            num_tokens=int(metadata[PREFIX + "num_tokens"]),
-            scope=str(metadata.get(PREFIX + "scope") or ""),
-            enriched_key=metadata.get(PREFIX + "enriched_key") or None,
-            neighbours=tuple(neighbours.split(",")) if neighbours else (),
+            key=key,
+            kind=kind,
+            num_tokens=num_tokens,
+            scope=str(values.get(PREFIX + "scope") or ""),
+            enriched_key=values.get(PREFIX + "enriched_key") or None,
+            neighbours=_strings(values.get(PREFIX + "neighbours")),
         )
+
+
+def _strings(text: Any) -> tuple[str, ...]:
+    """A JSON list of strings; anything else is an empty one."""
+    try:
+        found = json.loads(text or "[]")
+    except (TypeError, ValueError):
+        return ()
+    return tuple(map(str, found)) if isinstance(found, list) else ()

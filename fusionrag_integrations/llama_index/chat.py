@@ -12,6 +12,9 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.response_synthesizers import CompactAndRefine
 
+from fusionrag_engine import Engine
+
+from .llm import FusionRAGLLM
 from .synthesizer import FusionRAGSynthesizer
 
 
@@ -30,12 +33,22 @@ def _with_caches(built: CompactAndRefine) -> FusionRAGSynthesizer:
 class FusionRAGContextChatEngine(ContextChatEngine):
     """`ContextChatEngine` over chunk caches; made with the same `from_defaults(retriever=, llm=, ...)`."""
 
+    @classmethod
+    def from_engine(cls, engine: Engine, **settings: Any) -> ContextChatEngine:
+        """As `from_defaults(...)`, with a `FusionRAGLLM` on this engine: `from_engine(engine, retriever=...)`."""
+        return cls.from_defaults(llm=FusionRAGLLM.from_engine(engine), **settings)
+
     def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> Any:
         return _with_caches(super()._get_response_synthesizer(chat_history, streaming))
 
 
 class FusionRAGCondensePlusContextChatEngine(CondensePlusContextChatEngine):
     """`CondensePlusContextChatEngine` over chunk caches; made with the same `from_defaults(retriever=, llm=, ...)`."""
+
+    @classmethod
+    def from_engine(cls, engine: Engine, **settings: Any) -> CondensePlusContextChatEngine:
+        """As `from_defaults(...)`, with a `FusionRAGLLM` on this engine: `from_engine(engine, retriever=...)`."""
+        return cls.from_defaults(llm=FusionRAGLLM.from_engine(engine), **settings)
 
     def _get_response_synthesizer(self, chat_history: list[ChatMessage], streaming: bool = False) -> Any:
         return _with_caches(super()._get_response_synthesizer(chat_history, streaming))

@@ -96,3 +96,9 @@ def split_prompt(
     chunks = [Chunk(node_text(node), id=node.node.node_id, scope=scope) for node in nodes]
     between = [engine.config.chunk_separator] * (len(chunks) - 1)
     return NodePrompt(question, chunks, [head, *between, tail])
+
+
+def count_frame_tokens(engine: Engine, messages: Sequence[ChatMessage]) -> int:
+    """Tokens of a prompt without its nodes, from messages that contain `MARK`; each piece is tokenized apart."""
+    pieces = render_messages(engine, messages).split(MARK)
+    return 1 + sum(engine.count_tokens(piece) for piece in pieces)  # 1: a BOS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE
@@ -16,27 +15,26 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTe
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from fusionrag_engine import ContextOverflowError
+from fusionrag_engine import Engine
 
 from .llm import FusionRAGLLM
+from .packing import pack
 from .prompting import (
+    MARK,
     context_text,
     context_variable,
+    count_frame_tokens,
     default_refine_template,
     default_text_qa_template,
-    node_text,
-    render_messages,
 )
 from .trace import Trace
-
-logger = logging.getLogger("fusionrag")
 
 
 class FusionRAGSynthesizer(BaseSynthesizer):
     """Answers from whole nodes: all in one prompt where they fit, else refined over groups of whole nodes.
 
-    With another LLM than `FusionRAGLLM` it behaves as LlamaIndex's `CompactAndRefine`. What the cache did is in
-    `response.metadata["fusionrag"]` (see `Trace`); nodes that cannot fit are named there.
+    With another LLM than `FusionRAGLLM`, or with `output_cls`, it behaves as LlamaIndex's `CompactAndRefine`. What the
+    cache did is in `response.metadata["fusionrag"]` (see `Trace`); nodes that cannot fit are named there.
 
     Args:
         llm: None is `Settings.llm`.
@@ -61,7 +59,7 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         self._given_refine = refine_template
 
     @classmethod
-    def from_engine(cls, engine: Any, **settings: Any) -> FusionRAGSynthesizer:
+    def from_engine(cls, engine: Engine, **settings: Any) -> FusionRAGSynthesizer:
         """A synthesizer with a `FusionRAGLLM` of its own."""
         return cls(FusionRAGLLM.from_engine(engine), **settings)
 
@@ -94,11 +92,9 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         if llm is None or not nodes:
             return self._compact_and_refine().get_response(query_str, text_chunks, prev_response, **others)
         answer: Any = prev_response
-        groups = self._pack(llm, query_str, nodes, trace)
-        for number, group in enumerate(groups):
-            template, arguments = self._arguments(llm, query_str, group, answer)
+        for group, is_last in self._groups(llm, query_str, nodes, trace, others):
+            template, arguments = self._arguments(llm, query_str, context_text(llm.engine, group), answer)
             arguments.update(others, retrieved_nodes=group, fusionrag_trace=trace)
-            is_last = number == len(groups) - 1
             answer = (llm.stream if self._streaming and is_last else llm.predict)(template, **arguments)
         return answer  # type: ignore[no-any-return]
 
@@ -109,11 +105,9 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         if llm is None or not nodes:
             return await self._compact_and_refine().aget_response(query_str, text_chunks, prev_response, **others)
         answer: Any = prev_response
-        groups = self._pack(llm, query_str, nodes, trace)
-        for number, group in enumerate(groups):
-            template, arguments = self._arguments(llm, query_str, group, answer)
+        for group, is_last in self._groups(llm, query_str, nodes, trace, others):
+            template, arguments = self._arguments(llm, query_str, context_text(llm.engine, group), answer)
             arguments.update(others, retrieved_nodes=group, fusionrag_trace=trace)
-            is_last = number == len(groups) - 1
             answer = await (llm.astream if self._streaming and is_last else llm.apredict)(template, **arguments)
         return answer  # type: ignore[no-any-return]
 
@@ -123,10 +117,11 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         others = dict(response_kwargs)
         nodes = others.pop("retrieved_nodes", None) or []
         trace = others.pop("fusionrag_trace", None) or Trace()
-        return (self._llm if isinstance(self._llm, FusionRAGLLM) else None), nodes, trace, others
+        is_ours = isinstance(self._llm, FusionRAGLLM) and self._output_cls is None
+        return (self._llm if is_ours else None), nodes, trace, others  # type: ignore[return-value]
 
     def _compact_and_refine(self) -> CompactAndRefine:
-        """LlamaIndex's own synthesizer with our templates, for other LLMs."""
+        """LlamaIndex's own synthesizer with our templates."""
         return CompactAndRefine(
             llm=self._llm,
             callback_manager=self._callback_manager,
@@ -137,58 +132,36 @@ class FusionRAGSynthesizer(BaseSynthesizer):
             streaming=self._streaming,
         )
 
-    def _templates(self, llm: FusionRAGLLM) -> tuple[BasePromptTemplate, BasePromptTemplate]:
-        qa = self._given_qa or default_text_qa_template(llm.engine)
-        return qa, self._given_refine or default_refine_template(llm.engine)
+    def _groups(
+        self, llm: FusionRAGLLM, query_str: str, nodes: list[NodeWithScore], trace: Trace, others: dict[str, Any]
+    ) -> Iterator[tuple[list[NodeWithScore], bool]]:
+        """The nodes of each prompt, and whether it is the last one."""
+
+        def room(is_refined: bool) -> int:
+            num_answers = 2 if is_refined else 1  # the answer so far stands in a refine prompt
+            template, arguments = self._arguments(llm, query_str, MARK, "" if is_refined else None)
+            num_frame = count_frame_tokens(llm.engine, llm._get_messages(template, **{**arguments, **others}))
+            return llm.engine.max_context - num_frame - num_answers * llm.max_new_tokens
+
+        groups = pack(llm.engine, nodes, room, trace)
+        for number, group in enumerate(groups, start=1):
+            yield group, number == len(groups)
 
     def _arguments(
-        self, llm: FusionRAGLLM, query_str: str, group: list[NodeWithScore], answer: Any
+        self, llm: FusionRAGLLM, query_str: str, context: str, answer: Any
     ) -> tuple[BasePromptTemplate, dict[str, Any]]:
+        """Template and its arguments for one prompt; `answer` is the answer so far, None before the first one."""
         qa, refine = self._templates(llm)
         template = qa if answer is None else refine
         name = context_variable(template) or ("context_str" if answer is None else "context_msg")
-        arguments: dict[str, Any] = {"query_str": query_str, name: context_text(llm.engine, group)}
+        arguments: dict[str, Any] = {"query_str": query_str, name: context}
         if answer is not None:
             arguments["existing_answer"] = str(answer)
         return template, arguments
 
-    def _pack(
-        self, llm: FusionRAGLLM, query_str: str, nodes: list[NodeWithScore], trace: Trace
-    ) -> list[list[NodeWithScore]]:
-        """Groups of whole nodes, in order, that fit into the context with the question and room for the answer.
-
-        Raises:
-            ContextOverflowError: not a single node fits.
-        """
-        engine = llm.engine
-        separator = engine.count_tokens(engine.config.chunk_separator)
-        single = self._room(llm, query_str, is_refined=False)
-        sizes = [engine.count_tokens(node_text(node)) for node in nodes]
-        room = single if sum(sizes) + separator * len(sizes) <= single else self._room(llm, query_str, is_refined=True)
-        groups: list[list[NodeWithScore]] = []
-        left = 0
-        for node, size in zip(nodes, sizes, strict=True):
-            if size > room:
-                reason = f"the node has {size} tokens, but only {room} fit beside the question and the answer"
-                logger.warning("node %s is left out: %s", node.node.node_id, reason)
-                trace.drop(node.node.node_id, reason)
-                continue
-            if not groups or size + separator > left:
-                groups.append([])
-                left = room
-            groups[-1].append(node)
-            left -= size + separator
-        if not groups:
-            raise ContextOverflowError(f"none of {len(nodes)} nodes fits into the context; split the documents smaller")
-        return groups
-
-    def _room(self, llm: FusionRAGLLM, query_str: str, is_refined: bool) -> int:
-        """Tokens that nodes may take in one prompt."""
-        engine = llm.engine
-        template, arguments = self._arguments(llm, query_str, [], "" if is_refined else None)
-        rendered = render_messages(engine, llm._get_messages(template, **arguments))
-        num_answers = 2 if is_refined else 1  # the answer so far stands in a refine prompt
-        return engine.max_context - engine.count_tokens(rendered) - num_answers * llm.max_new_tokens
+    def _templates(self, llm: FusionRAGLLM) -> tuple[BasePromptTemplate, BasePromptTemplate]:
+        qa = self._given_qa or default_text_qa_template(llm.engine)
+        return qa, self._given_refine or default_refine_template(llm.engine)
 
     def _get_prompts(self) -> PromptDictType:
         if isinstance(self._llm, FusionRAGLLM):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -69,11 +69,12 @@ class FusionRAGChromaVectorStore(ChromaVectorStore):
     def delete_nodes(  # type: ignore[override] # the base class annotates filters as a list, but takes one object
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_delete_kwargs: Any
     ) -> None:
+        """Delete nodes by ids, by filters, or those of the ids that pass the filters; neither deletes nothing."""
         where = None if filters is None else _to_chroma_filter(filters)
         if not node_ids and where is None:
             return
         references = self._references(ids=node_ids or None, where=where)
-        self._collection.delete(ids=node_ids or None, where=where)
+        self._delete_rows(references)
         self._release(references)
 
     async def adelete_nodes(
@@ -83,19 +84,26 @@ class FusionRAGChromaVectorStore(ChromaVectorStore):
 
     def clear(self) -> None:
         references = self._references()
-        super().clear()
+        self._delete_rows(references)
         self._release(references)
 
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
 
-    def _references(self, **selection: Any) -> list[tuple[str, str]]:
-        """`(node id, scope)` of the rows about to go that have caches."""
+    def _references(self, **selection: Any) -> dict[str, str | None]:
+        """Scope of each row about to go. None, which is every scope, where no record tells it: a node that was never
+        ingested by the transform may have been cached by a question."""
         result = self._collection.get(**selection, include=["metadatas"])
         records = map(CacheRecord.from_metadata, result["metadatas"] or [])
         pairs = zip(result["ids"], records, strict=True)
-        return [(node_id, record.scope) for node_id, record in pairs if record is not None]
+        return {node_id: None if record is None else record.scope for node_id, record in pairs}
 
-    def _release(self, references: list[tuple[str, str]]) -> None:
-        for node_id, scope in references:
+    def _delete_rows(self, node_ids: Iterable[str]) -> None:
+        ids = list(node_ids)
+        size = self._collection._client.get_max_batch_size()
+        for start in range(0, len(ids), size):  # Chroma refuses an empty list
+            self._collection.delete(ids=ids[start : start + size])
+
+    def _release(self, references: dict[str, str | None]) -> None:
+        for node_id, scope in references.items():
             self._engine.delete([node_id], scope=scope)

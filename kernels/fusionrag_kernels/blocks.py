@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusionrag_kernels.visibility import Visibility
+from fusionrag_kernels.visibility import Visibility, row_segments
+
+MAX_BLOCK_ROWS = 64
+MAX_SCORES = 1 << 22  # 16 MB of float32: smaller blocks measured slower, larger ones gain nothing
 
 
 class Block(NamedTuple):
@@ -20,26 +23,31 @@ class Block(NamedTuple):
     weights: Tensor
 
 
-def fold_heads(q: Tensor, num_kv_heads: int, factor: float) -> Tensor:
-    """q [Nq, Hq, D] times factor as float32 [Hkv, Nq*G, D]: a group's heads become rows of their key head."""
+def fold_heads(q: Tensor, num_kv_heads: int) -> Tensor:
+    """q [Nq, Hq, D] as [Hkv, Nq*G, D]: the heads of a group become rows of their key head."""
     num_rows, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
-    folded = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)
-    return folded.to(torch.float32).mul(factor).reshape(num_kv_heads, num_rows * group, head_dim)
+    by_key_head = q.reshape(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)
+    return by_key_head.reshape(num_kv_heads, num_rows * group, head_dim)
 
 
-def softmax_blocks(
-    q: Tensor, k: Tensor, seen: Visibility, *, scale: float, softcap: float | None, block_rows: int
-) -> Iterator[Block]:
-    """Softmax weights of q [Nq, Hq, D] over k float32 [Hkv, Nk, D], block by block; each Block is valid until the next.
+def unfold_heads(folded: Tensor, num_rows: int) -> Tensor:
+    """[Hkv, Nq*G, D] back as contiguous [Nq, Hq, D]."""
+    num_kv_heads, _, head_dim = folded.shape
+    by_row = folded.view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1)
+    return by_row.reshape(num_rows, -1, head_dim).contiguous()
+
+
+def softmax_blocks(q: Tensor, k: Tensor, seen: Visibility, *, scale: float, softcap: float | None) -> Iterator[Block]:
+    """Softmax weights of q [Nq, Hq, D] over k float32 [Hkv, Nk, D]; each Block is valid until the next.
 
     Every key of a block is seen by at least one of its rows, so no unseen memory enters a product with the values.
     """
     num_kv_heads = k.shape[0]
     group = q.shape[1] // num_kv_heads
-    folded = fold_heads(q, num_kv_heads, scale if softcap is None else scale / softcap)
-    bounds = _block_bounds(seen, block_rows)
-    size = max((((b - a) * group * (end[1] - start[0])) for a, b, start, end in bounds), default=0)
+    folded = fold_heads(q, num_kv_heads).float() * (scale if softcap is None else scale / softcap)
+    bounds = _block_bounds(seen, max(1, min(MAX_BLOCK_ROWS, MAX_SCORES // (q.shape[1] * k.shape[1]))))
+    size = max((b - a) * group * (ends[1] - starts[0]) for a, b, starts, ends in bounds)
     buffer = torch.empty(num_kv_heads * size, dtype=torch.float32, device=q.device)
     for first, beyond, starts, ends in bounds:
         start, end = starts[0], ends[1]
@@ -60,17 +68,10 @@ def softmax_blocks(
 
 
 def _block_bounds(seen: Visibility, block_rows: int) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
-    """Blocks of at most block_rows rows, each with the first and last of its rows' starts and ends.
-
-    A block also ends where the next row sees none of the last row's keys or beyond: the keys between are seen by
-    nobody.
-    """
-    num_rows = seen.ends.shape[0]
-    gaps = (seen.starts[1:] > seen.ends[:-1]).nonzero().flatten().add(1).tolist()
-    edges: list[int] = [0]
-    for left, right in pairwise([0, *gaps, num_rows]):
-        edges.extend(range(min(left + block_rows, right), right, block_rows))
-        edges.append(right)
-    edges = sorted(set(edges))
+    """Blocks of at most block_rows rows, each with the first and last of its rows' starts and ends."""
     starts, ends = seen.starts.tolist(), seen.ends.tolist()
-    return [(a, b, (starts[a], starts[b - 1]), (ends[a], ends[b - 1])) for a, b in pairwise(edges)]
+    return [
+        (a, b, (starts[a], starts[b - 1]), (ends[a], ends[b - 1]))
+        for first, beyond in row_segments(seen)
+        for a, b in pairwise([*range(first, beyond, block_rows), beyond])
+    ]

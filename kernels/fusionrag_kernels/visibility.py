@@ -1,6 +1,7 @@
 """Turns positions, validity and window into one interval of key rows per query row."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ def visibility(
         q_order = kept if q_order is None else q_order[kept]
         starts, ends = starts[kept], ends[kept]
     return Visibility(q_order, kv_order, starts, ends)
+
+
+def row_segments(seen: Visibility) -> list[tuple[int, int]]:
+    """Runs of rows whose intervals overlap or touch, so that each key of a run is seen by at least one of its rows."""
+    if seen.starts[-1] <= seen.ends[0]:
+        return [(0, seen.ends.shape[0])]
+    gaps = (seen.starts[1:] > seen.ends[:-1]).nonzero().flatten().add_(1).tolist()
+    return list(pairwise([0, *gaps, seen.ends.shape[0]]))
 
 
 def _order_keys(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from fusionrag_engine import Engine, Request
-from tests.engine.support import assert_same, documents, full, ring, tiny_engine
+from tests.engine.support import assert_same, documents, full, in_threads, ring, tiny_engine
 
 MakeEngine = Callable[..., Engine]
 COUNT = 4
@@ -117,3 +118,39 @@ def test_a_catalog_that_vanishes_under_an_open_engine_does_no_harm(
     engine.precompute(documents(6), neighbours=ring(6))
     again = make_engine(cache_dir=directory)
     assert_same(again.prefill(_request(1.0)).logits, full(again, _request()).logits)
+
+
+def test_a_store_that_cannot_be_written_still_answers(
+    damaged: Callable[[str], Path], expected: dict[tuple[str, ...], Tensor], make_engine: MakeEngine
+) -> None:
+    """A read-only catalog, a full disk: hits, misses and vanished files are read, and nothing needs to be noted."""
+    directory = damaged("a stale log beside it")
+    engine = make_engine(cache_dir=directory, disk_bytes=1 << 30)
+    engine.library.catalog._db.execute("PRAGMA query_only = ON")
+    ours = engine.prefill(_request())
+    assert_same(ours.logits, expected[tuple(ours.stats.chunk_status)])
+    for _ in range(2):
+        request = Request("Who signs?", [*documents(2), "Unseen."], recompute_ratio=1.0)
+        assert_same(engine.prefill(request).logits, full(engine, request).logits)
+    for path in directory.rglob("*.safetensors"):
+        path.unlink()
+    again = make_engine(cache_dir=directory)
+    again.library.catalog._db.execute("PRAGMA query_only = ON")
+    assert_same(again.prefill(_request(1.0)).logits, full(again, _request()).logits)
+
+
+@pytest.mark.parametrize("settings", [{}, {"disk_bytes": 1 << 30}], ids=str)
+def test_a_request_does_not_wait_for_another_process_that_writes(
+    damaged: Callable[[str], Path], make_engine: MakeEngine, settings: dict[str, int]
+) -> None:
+    """Ingestion in another process holds the catalog's write lock: hits and misses are answered all the same."""
+    directory = damaged("a stale log beside it")
+    engine = make_engine(cache_dir=directory, **settings)
+    (path,) = directory.rglob("catalog.sqlite")
+    writer = sqlite3.connect(path)
+    writer.execute("BEGIN IMMEDIATE")
+    try:
+        in_threads([lambda: engine.prefill(Request("Who signs?", [*documents(2), "Unseen."]))], timeout=10)
+    finally:
+        writer.rollback()
+        writer.close()

@@ -307,6 +307,17 @@ def test_a_file_of_another_key_is_a_miss(
     assert_same(ours.logits, expected["plain"])
 
 
+def test_a_file_of_the_same_chunk_but_another_kind_is_a_miss(
+    pristine: tuple[Path, str, str], tmp_path: Path, expected: dict[str, Tensor], make_engine: MakeEngine
+) -> None:
+    """Its enriched rows under the name of its plain ones: the tokens are the same, only the key tells."""
+    directory = shutil.copytree(pristine[0], tmp_path / "store")
+    plain, enriched = (next(directory.rglob(f"{key}.safetensors")) for key in pristine[1:])
+    shutil.copy(enriched, plain)
+    ours = make_engine(cache_dir=directory).prefill(_request("reuse"))
+    assert_same(ours.logits, expected["plain"])
+
+
 def test_verify_names_every_bad_file_and_gc_removes_them(
     damaged: Callable[[str, str], tuple[Path, Path]], make_engine: MakeEngine
 ) -> None:

@@ -6,8 +6,6 @@ from torch import Tensor
 from fusionrag_kernels.blocks import softmax_blocks
 from fusionrag_kernels.visibility import visibility
 
-BLOCK_ROWS = 64
-
 
 @torch.no_grad()
 def critical_scores(
@@ -23,12 +21,14 @@ def critical_scores(
 ) -> Tensor:
     """The contract of `fusionrag_kernels.critical_scores`; any device."""
     seen = visibility(q_positions, kv_positions, kv_valid, k.shape[0], window)
+    scores = torch.zeros(k.shape[0], dtype=torch.float32, device=k.device)
+    if seen.ends.shape[0] == 0:
+        return scores
     rows = q if seen.q_order is None else q[seen.q_order]
     by_head = k.transpose(0, 1)
-    reach = int(seen.ends[-1]) if rows.shape[0] else 0
+    reach = int(seen.ends[-1])
     keys = by_head[:, :reach] if seen.kv_order is None else by_head.index_select(1, seen.kv_order[:reach])
-    scores = torch.zeros(k.shape[0], dtype=torch.float32, device=k.device)
-    for block in softmax_blocks(rows, keys.float(), seen, scale=scale, softcap=softcap, block_rows=BLOCK_ROWS):
+    for block in softmax_blocks(rows, keys.float(), seen, scale=scale, softcap=softcap):
         per_key = block.weights.sum((0, 1))
         if seen.kv_order is None:
             scores[block.start : block.end] += per_key

@@ -34,4 +34,4 @@ def q_sparse_attention(
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     weights = weights.masked_fill(~visible, 0)  # a row that sees no key has NaN weights
-    return torch.einsum("hqk,khd->qhd", weights, v_all).to(q.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, v_all).to(q.dtype).contiguous()
