@@ -39,10 +39,10 @@ class Canvas:
     def capacity(self) -> int:
         return self.keys.shape[2]
 
-    def write(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Scatter fresh rows `[num_kv_heads, num_rows, dim]` of one layer to their positions."""
-        self.keys[layer].index_copy_(1, positions, keys)
-        self.values[layer].index_copy_(1, positions, values)
+    def write(self, layer: int, place: Tensor | slice, keys: Tensor, values: Tensor) -> None:
+        """Scatter fresh rows `[num_kv_heads, num_rows, dim]` of one layer to their positions (a slice is quicker)."""
+        self.keys[layer, :, place] = keys
+        self.values[layer, :, place] = values
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of positions `start .. stop - 1`, all layers."""

@@ -51,6 +51,7 @@ class _Pass:
 
     def __init__(self, sequences: Sequence[Rows], probe: Probe | None) -> None:
         self.sequences = sequences
+        self.places = [_place(rows.positions) for rows in sequences]
         self.probe = probe
         self.num_layers_seen = 0
 
@@ -58,9 +59,9 @@ class _Pass:
         """Queries `[1, Hq, N, D]`, fresh keys and values `[1, Hkv, N, D]` of all sequences -> `[1, N, Hq, Dv]`."""
         self.num_layers_seen += 1
         outputs, start = [], 0
-        for rows in self.sequences:
+        for rows, place in zip(self.sequences, self.places, strict=True):
             stop = start + len(rows.positions)
-            rows.canvas.write(layer, rows.positions, key[0, :, start:stop], value[0, :, start:stop])
+            rows.canvas.write(layer, place, key[0, :, start:stop], value[0, :, start:stop])
             q = query[0, :, start:stop].transpose(0, 1)
             k = rows.canvas.keys[layer].transpose(0, 1)
             v = rows.canvas.values[layer].transpose(0, 1)
@@ -71,6 +72,12 @@ class _Pass:
                 self.probe(layer, q, rows, keywords)
             start = stop
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _place(positions: Tensor) -> Tensor | slice:
+    """Where rows go on a canvas: a slice where their positions follow one another."""
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 class _ShapeProbe:
