@@ -36,6 +36,10 @@ CREATE TABLE IF NOT EXISTS uses (key TEXT PRIMARY KEY, num_bytes INTEGER NOT NUL
 """
 
 
+BUSY_S = 60
+"""How long a write waits for another process that writes, in seconds."""
+
+
 @dataclass(frozen=True)
 class ChunkRow:
     """What the catalog knows of one chunk. `neighbours` are plain keys, most similar first."""
@@ -61,7 +65,7 @@ class Catalog:
             self._start_again(error)
 
     def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=60)
+        db = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=BUSY_S)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.executescript(_SCHEMA)
@@ -101,6 +105,17 @@ class Catalog:
             except sqlite3.DatabaseError as error:
                 self._start_again(error)
                 self._run(statements)
+
+    def _note(self, *statements: tuple[str, Sequence[Any]]) -> None:
+        """Bookkeeping on the way of a request: skipped where the catalog cannot be written at once."""
+        with self._lock:
+            self._db.execute("PRAGMA busy_timeout = 0")
+            try:
+                self._write(*statements)
+            except sqlite3.OperationalError as error:  # read-only, a full disk, or another process writes
+                logger.debug("catalog %s: a note was skipped: %s", self.path, error)
+            finally:
+                self._db.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
 
     def _run(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
         with self._db as db:
@@ -175,7 +190,7 @@ class Catalog:
     def touch(self, keys: Iterable[str]) -> None:
         """Note that stored caches were used now."""
         now = time.time()
-        self._write(*(("UPDATE uses SET last_used = ? WHERE key = ?", (now, key)) for key in keys))
+        self._note(*(("UPDATE uses SET last_used = ? WHERE key = ?", (now, key)) for key in keys))
 
     def note_stored(self, key: str, num_bytes: int) -> None:
         """Note that a cache of that size is stored; 0 while it is being written."""
@@ -183,6 +198,10 @@ class Catalog:
 
     def note_removed(self, key: str) -> None:
         self._write(("DELETE FROM uses WHERE key = ?", (key,)))
+
+    def note_missing(self, key: str) -> None:
+        """As `note_removed`, found out by a request."""
+        self._note(("DELETE FROM uses WHERE key = ?", (key,)))
 
     def is_stored(self, key: str) -> bool:
         return bool(self._read("SELECT 1 FROM uses WHERE key = ?", (key,)))

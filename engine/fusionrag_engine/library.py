@@ -56,7 +56,7 @@ class ChunkLibrary:
         is_expected = self.catalog.is_stored(key)
         entry = self.store.get(key, token_ids, is_expected=is_expected)
         if entry is None and is_expected:
-            self.catalog.note_removed(key)
+            self.catalog.note_missing(key)
         elif entry is not None and self.disk_bytes is not None:
             self.catalog.touch([key])
         return entry
