@@ -10,7 +10,7 @@ involved.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,6 +145,14 @@ class ModelRunner:
 
     def canvas(self, capacity: int) -> Canvas:
         return Canvas(self.shape, capacity, dtype=self.dtype, device=self.device)
+
+    def pieces(
+        self, token_ids: Sequence[int], positions: Tensor, canvas: Canvas, limit: int, kv_valid: Tensor | None = None
+    ) -> Iterator[Rows]:
+        """The rows at ascending `positions` of a sequence of tokens, at most `limit` at a time."""
+        ids = torch.tensor(token_ids)
+        for piece in torch.split(positions, limit):
+            yield Rows(ids[piece].to(self.device), piece.to(self.device), canvas, kv_valid)
 
     def bytes_per_token(self) -> int:
         return self.shape.num_elements * self.dtype.itemsize

@@ -1,0 +1,1 @@
+"""The `fusionrag` command. One file a group of subcommands."""
