@@ -72,10 +72,9 @@ def check(case: Case, op: str, tolerance: float) -> float:
 
 def measure(functions: dict[str, Contender], num_rounds: int, clock: Callable[[], float]) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for function in functions.values():
-        function()
     for _ in range(num_rounds):
         for name, function in functions.items():
+            function()  # whoever ran before leaves the caches to its own liking
             start = clock()
             function()
             times[name].append(1000 * (clock() - start))

@@ -112,7 +112,7 @@ def test_half_precision(dtype: torch.dtype, num_rows: int, rows: Any, rules: dic
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-@pytest.mark.parametrize("num_keys", [2048, 2051])
+@pytest.mark.parametrize("num_keys", [100, 2048, 2051])
 def test_few_rows_split_the_keys(num_threads: int, num_rows: int, num_keys: int) -> None:
     case = make_case(num_rows=num_rows, num_keys=num_keys, rows="last")
     assert relative_rms(case.attend(), case.attend("reference")) < TOLERANCE[torch.float32]
@@ -187,7 +187,7 @@ def test_control_every_argument_changes_the_result(change: dict[str, Any]) -> No
 def test_control_a_key_too_many_changes_the_result() -> None:
     case = make_case(num_rows=1, num_keys=50, rows="last").changed(k=torch.randn(50, 3, 64), v=torch.randn(50, 3, 64))
     earlier = case.changed(q_positions=case.q_positions - 1)
-    assert relative_rms(earlier.attend(), case.attend()) > 0.01
+    assert relative_rms(earlier.attend(), case.attend()) > 1e-3
 
 
 class LargestResult(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -215,6 +215,14 @@ def test_neither_canvas_nor_full_mask_is_materialised(num_rows: int, dtype: torc
     assert 0 < largest.num_elements < min(case.k.numel(), max(num_rows * 4000, case.q.numel() + 1))
 
 
+def test_masks_stay_small_where_rows_are_far_apart() -> None:
+    case = make_case(num_rows=64, num_keys=8000, num_kv_heads=1, group=2, head_dim=16)
+    with LargestResult() as largest:
+        case.attend()
+    assert 0 < largest.num_elements <= 2 * 64 * 1200
+    assert relative_rms(case.attend(), case.attend("reference")) < TOLERANCE[torch.float32]
+
+
 def test_inputs_are_not_modified() -> None:
     case = make_case(num_rows=40, num_keys=90, keys="any", window=30)
     before = [x.clone() for x in (case.q, case.k, case.v)]
@@ -237,7 +245,7 @@ def test_inference_tensors_and_parameters_are_accepted() -> None:
     [
         ({"q": torch.randn(4, 8, 64)}, "Hq=8 and Hkv=3"),
         ({"q": torch.randn(4, 9, 32)}, "head_dim"),
-        ({"q": torch.randn(4, 9, 64, dtype=torch.float64)}, "float64"),
+        ({name: torch.randn(size, 9, 64).double() for name, size in (("q", 4), ("k", 20), ("v", 20))}, "float64"),
         ({"q": torch.randn(4, 9 * 64)}, r"\[Nq, Hq, D\]"),
         ({"k": torch.randn(20, 3, 64).half()}, "dtype"),
         ({"v": torch.randn(19, 3, 64)}, "v is"),

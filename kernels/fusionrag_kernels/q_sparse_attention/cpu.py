@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from fusionrag_kernels.blocks import fold_heads, softmax_blocks, unfold_heads
-from fusionrag_kernels.q_sparse_attention.flash import can_flash, flash
+from fusionrag_kernels.q_sparse_attention.flash import can_flash, flash_only
 from fusionrag_kernels.q_sparse_attention.flash_rows import FlashRows
 from fusionrag_kernels.visibility import Visibility, visibility
 
 
-@torch.no_grad()
 def q_sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -23,6 +22,11 @@ def q_sparse_attention(
     kv_valid: Tensor | None = None,
 ) -> Tensor:
     """The contract of `fusionrag_kernels.q_sparse_attention`."""
+    if torch.is_grad_enabled():  # entering no_grad costs a decode step more than asking
+        with torch.no_grad():
+            return q_sparse_attention(
+                q, k, v, q_positions, kv_positions, scale=scale, window=window, softcap=softcap, kv_valid=kv_valid
+            )
     use_flash = softcap is None and can_flash(q, k, v)
     if use_flash and q.shape[0] == 1 and kv_positions is None and kv_valid is None:
         return _decode(q, k, v, int(q_positions), scale, window)
@@ -50,8 +54,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, position: int, scale: float, window
     keys, values = k[start:end].transpose(0, 1), v[start:end].transpose(0, 1)
     if q.dtype == torch.float16:
         folded, keys, values = folded.float(), keys.float(), values.float()
-    out, _ = flash(folded, keys, values, None, scale)
-    return out.to(q.dtype).reshape(q.shape)
+    return flash_only(folded, keys, values, scale).to(q.dtype).reshape(q.shape)
 
 
 def _flash_rows(q: Tensor, keys: Tensor, values: Tensor, seen: Visibility, scale: float) -> Tensor:

@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fusionrag_kernels.q_sparse_attention.flash import flash
+from fusionrag_kernels.q_sparse_attention.flash import flash, flash_masked
 from fusionrag_kernels.visibility import Visibility, row_segments
 
-BLOCK_ROWS = 256
-MAX_EDGE_ROWS = 64
+BLOCK_ROWS = 512
+MAX_EDGE_ROWS = 128
 MAX_EDGE_KEYS = 1024
 MIN_SHARED_KEYS = 64
 
@@ -41,7 +41,7 @@ class FlashRows:
             if b - a == 1 or (b - a <= MAX_EDGE_ROWS and self._num_edge_keys(a, b) <= MAX_EDGE_KEYS):
                 self._attend_edges(a, b, done_here)
             else:
-                self._descend(a, b, done_here, size // 4)
+                self._descend(a, b, done_here, max(size // 4, 1))
 
     def _num_edge_keys(self, a: int, b: int) -> int:
         return self.starts[b - 1] - self.starts[a] + self.ends[b - 1] - self.ends[a]
@@ -79,8 +79,11 @@ class FlashRows:
     def _attend(self, a: int, b: int, start: int, end: int, *, is_first: bool) -> None:
         """Attend rows a <= i < b to the keys start <= j < end that they see, and merge with what they have seen."""
         rows = slice(a * self.group, b * self.group)
-        mask = self._mask(a, b, start, end)
-        out, logsumexp = flash(self.q[:, rows], self.k[:, start:end], self.v[:, start:end], mask, self.scale)
+        q, k, v = self.q[:, rows], self.k[:, start:end], self.v[:, start:end]
+        if self.starts[b - 1] <= start and end <= self.ends[a]:
+            out, logsumexp = flash(q, k, v, self.scale)
+        else:
+            out, logsumexp = flash_masked(q, k, v, self._mask(a, b, start, end), self.scale)
         if is_first:
             self.out[:, rows], self.logsumexp[:, rows] = out, logsumexp
             return
@@ -88,13 +91,10 @@ class FlashRows:
         self.out[:, rows].lerp_(out, torch.sigmoid(logsumexp - known)[..., None])
         torch.logaddexp(known, logsumexp, out=known)
 
-    def _mask(self, a: int, b: int, start: int, end: int) -> Tensor | None:
-        """Additive [rows*G, keys], or None where all rows see all keys."""
-        if self.starts[b - 1] <= start and self.ends[a] >= end:
-            return None
+    def _mask(self, a: int, b: int, start: int, end: int) -> Tensor:
+        """Additive [rows, keys], for all heads."""
         keys = torch.arange(start, end)
         unseen = keys >= self.seen.ends[a:b, None]
         if self.starts[b - 1] > start:
             unseen |= keys < self.seen.starts[a:b, None]
-        mask = self.q.new_zeros(b - a, 1, end - start).masked_fill_(unseen[:, None], -torch.inf)
-        return mask.expand(-1, self.group, -1).reshape((b - a) * self.group, end - start)
+        return self.q.new_zeros(b - a, end - start).masked_fill_(unseen, -torch.inf)
