@@ -1,6 +1,6 @@
-"""Time to first token: methods x ratios x context lengths, beside Hugging Face's own forward, in one run.
+"""Time to first token, and of each further one: methods x ratios x context lengths, beside other engines, in one run.
 
-    python engine/bench/latency.py --model DIR [--data FILE | --contexts 1000 3000 6000] [--out results.json]
+    python engine/bench/latency.py --model DIR [--data FILE | --contexts 1000 3000 6000] [--against hf llama_cpp]
 
 Every row of one prompt is measured in turn, `--repeats` times; ratios are between medians of the same run. Caches are
 read from disk ("disk": no host memory tier) and from host memory ("host"). A run refuses to speak when a method at
@@ -14,15 +14,16 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from against import NAMES, contenders
 from common import Example, PeakMemory, embedder, load_examples, machine, synthetic_example, write_json
 
 from fusionrag_engine import Engine, EngineConfig, Request
 from fusionrag_engine.loading import load_pretrained
-from fusionrag_engine.runner import ATTENTION_NAME
 from fusionrag_engine.selfcheck import relative_rms
 
 
@@ -54,6 +55,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--selector", default="query_guided")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--against", nargs="*", default=["hf"], choices=NAMES, help="other engines to run beside")
+    parser.add_argument("--gguf", type=Path, help="the model for llama_cpp")
+    parser.add_argument("--decode", type=int, default=16, help="tokens to time after the first; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -119,31 +123,20 @@ def measure(args: argparse.Namespace, engines: dict[str, Engine], example: Examp
                 "stats": prefill.stats.as_dict(),
             }
         )
-    rows.append(measure_hugging_face(engines["host"], prefill.token_ids))
+    for row in rows:
+        if row["method"] == "full" and args.decode:
+            row["token_s"] = measure_decode(engines["host"], Request(example.question, example.chunks), args.decode)
+    for name, contender in contenders(args.against, engines["host"], args.gguf).items():
+        timing = contender(prefill.token_ids, args.decode)
+        stats = {"num_prompt_tokens": len(prefill.token_ids)}
+        rows.append({"method": name, "ratio": None, "tier": "-", "stats": stats, **asdict(timing)})
     return rows
 
 
-@torch.inference_mode()
-def measure_hugging_face(engine: Engine, token_ids: list[int]) -> dict[str, Any]:
-    """The same prompt by the model's own forward with torch's fused attention, logits of the last token only."""
-    ids = engine.runner.tensor(token_ids)[None]
-    engine.model.set_attn_implementation("sdpa")
-    try:
-        begin = time.perf_counter()
-        with PeakMemory() as memory:
-            engine.model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[0, -1].float().cpu()
-        duration = time.perf_counter() - begin
-    finally:
-        engine.model.set_attn_implementation(ATTENTION_NAME)
-    stats = {"num_prompt_tokens": len(token_ids)}
-    return {
-        "method": "hugging_face",
-        "ratio": None,
-        "tier": "-",
-        "ttft_s": duration,
-        "peak_bytes": memory.num_bytes,
-        "stats": stats,
-    }
+def measure_decode(engine: Engine, request: Request, num_new: int) -> float:
+    """Seconds of each token after the first, over `num_new` of them."""
+    generation = engine.generate(replace(request, max_new_tokens=num_new + 1))
+    return generation.stats.decode_s / max(generation.stats.num_generated_tokens - 1, 1)
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,6 +162,7 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "speedup": None if full is None else statistics.median(full[key] / item[key] for key in item),
                 "speedup_by_example": None if full is None else [full[key] / item[key] for key in item],
                 "peak_bytes": statistics.median(row["peak_bytes"] for row in sizes[name]),
+                "token_s": statistics.median(row.get("token_s", 0.0) for row in sizes[name]),
                 "parts": {
                     part: statistics.median(stat.get(part, 0.0) for stat in stats)
                     for part in ("load_s", "assemble_s", "select_s", "prefill_s")
@@ -180,14 +174,18 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(summary: list[dict[str, Any]]) -> None:
     parts_header = f"{'load':>8}{'place':>8}{'select':>8}{'prefill':>9}"
-    print(f"{'method':14}{'ratio':>6} {'from':6}{'TTFT s':>9}{'full/it':>9}{parts_header}{'peak MB':>9}")
+    print(
+        f"{'method':22}{'ratio':>6} {'from':6}{'TTFT s':>9}{'full/it':>9}{parts_header}{'peak MB':>9}{'tokens/s':>10}"
+    )
     for row in summary:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:g}"
         speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
         parts = row["parts"]
+        tokens_per_s = f"{1 / row['token_s']:.1f}" if row["token_s"] else ""
         print(
-            f"{row['method']:14}{ratio:>6} {row['tier']:6}{row['ttft_s']:9.3f}{speedup:>9}{parts['load_s']:8.3f}"
+            f"{row['method']:22}{ratio:>6} {row['tier']:6}{row['ttft_s']:9.3f}{speedup:>9}{parts['load_s']:8.3f}"
             f"{parts['assemble_s']:8.3f}{parts['select_s']:8.3f}{parts['prefill_s']:9.3f}{row['peak_bytes'] / 1e6:9.0f}"
+            f"{tokens_per_s:>10}"
         )
 
 
