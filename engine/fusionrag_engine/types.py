@@ -134,6 +134,7 @@ class Stats:
         ttft_s: from the request's arrival to its first output token, loading included.
         load_s, assemble_s, select_s, prefill_s: its parts. decode_s: all output tokens after the first.
         chunk_status: one `ChunkStatus` a chunk; `miss_reason`: why, where it is a "miss", else None.
+        chunk_tokens, chunk_recomputed: each chunk's length, and how many of its tokens were critical.
     """
 
     num_prompt_tokens: int = 0
@@ -149,6 +150,8 @@ class Stats:
     decode_s: float = 0.0
     chunk_status: list[ChunkStatus] = field(default_factory=list)
     miss_reason: list[str | None] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    chunk_recomputed: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
