@@ -31,11 +31,14 @@ class Chunk:
         text: exactly what stands in the prompt.
         id: the caller's name for it (a node ID). Identical texts share one cache whatever their ids.
         scope: isolation boundary; caches, neighbours and hits never cross it.
+        can_store: whether a question that meets the chunk for the first time may store its cache. False for text that
+            was made for one question, which nobody would delete later.
     """
 
     text: str
     id: str | None = None
     scope: str = ""
+    can_store: bool = True
 
     def __post_init__(self) -> None:
         check_text("text", self.text)
@@ -205,6 +208,7 @@ class ChunkRecord:
         num_tokens: length in tokens.
         neighbours: keys of the chunks it was enriched with, most similar first.
         reason: why nothing was stored, else None.
+        fingerprint: of its tokens alone; see `Engine.fingerprint`.
     """
 
     id: str | None
@@ -214,6 +218,7 @@ class ChunkRecord:
     neighbours: tuple[str, ...] = ()
     scope: str = ""
     reason: str | None = None
+    fingerprint: str = ""
 
     @property
     def kind(self) -> Literal["enriched", "plain", "none"]:

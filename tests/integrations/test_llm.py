@@ -25,6 +25,7 @@ from llama_index.core.prompts import PromptTemplate
 
 from fusionrag_engine import Engine, EngineConfig, FusionRAGError, Request, UnknownSettingError
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGTransform, default_text_qa_template
+from fusionrag_integrations.llama_index.node_calls import prepare
 from tests.integrations.support import QUESTION, TEXTS, scored_nodes, settle
 
 STYLES = ["call", "stream", "async", "async_stream"]
@@ -142,10 +143,11 @@ async def test_full_recomputation_is_ordinary_prefill(engine: Engine, style: str
 def test_raw_says_what_the_cache_did(engine: Engine) -> None:
     FusionRAGTransform.from_engine(engine)([node.node for node in scored_nodes(TEXTS[:4])])
     llm = FusionRAGLLM.from_engine(engine, recompute_ratio=0.0)
-    call, messages, _ = llm._node_call(
-        default_text_qa_template(engine), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    prepared = prepare(
+        llm, default_text_qa_template(engine), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
     )
-    raw = llm.chat(messages, fusionrag_call=call).raw
+    assert prepared is not None
+    raw = llm.chat(prepared.messages, fusionrag_call=prepared.call).raw
     assert isinstance(raw, dict)
     assert [(entry["node_id"], entry["status"]) for entry in raw["fusionrag"]["nodes"]] == [
         ("node-0", "prefix"),
@@ -354,11 +356,12 @@ def test_a_copy_shares_the_engine_and_a_pickle_is_refused(engine: Engine) -> Non
 def test_a_system_prompt_of_the_llm_is_used(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="fusionrag")
     llm = FusionRAGLLM.from_engine(engine, system_prompt="Speak plainly.")
-    call, _, _ = llm._node_call(
-        PromptTemplate("{context_str} {query_str}"), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    prepared = prepare(
+        llm, PromptTemplate("{context_str} {query_str}"), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
     )
-    assert call is not None
-    assert "Speak plainly." in call.prompt.text_around[0]
+    assert prepared is not None
+    assert prepared.call.prompt is not None
+    assert "Speak plainly." in prepared.call.prompt.text_around[0]
     assert not caplog.records
 
 

@@ -14,6 +14,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from fusionrag_engine import ContextOverflowError, Engine, Request
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGSynthesizer, FusionRAGTransform
+from fusionrag_integrations.llama_index.synthesizer import STRUCTURED
 from tests.integrations.support import QUESTION, TEXTS, scored_nodes, statuses
 
 STYLES = ["call", "stream", "async", "async_stream"]
@@ -144,16 +145,40 @@ async def test_with_another_llm_it_is_compact_and_refine(style: str) -> None:
     assert response.metadata["fusionrag"]["stats"] is None
 
 
-def test_structured_output_takes_the_plain_path(engine: Engine) -> None:
+class JsonLLM(FusionRAGLLM):
+    """Answers with JSON, whatever it is asked: a tiny model cannot."""
+
+    def chat(self, messages: Any, **kwargs: Any) -> Any:
+        response = super().chat(messages, **kwargs)
+        response.message.content = '{"text": "at noon"}'
+        return response
+
+    async def achat(self, messages: Any, **kwargs: Any) -> Any:
+        response = await super().achat(messages, **kwargs)
+        response.message.content = '{"text": "at noon"}'
+        return response
+
+
+class Answer(BaseModel):
+    text: str
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
+async def test_structured_output_takes_llama_indexs_path(engine: Engine, mode: str) -> None:
     """The class is asked for, so the answer must not silently be a string."""
-
-    class Answer(BaseModel):
-        text: str
-
-    synthesizer = FusionRAGSynthesizer(FusionRAGLLM.from_engine(engine), output_cls=Answer)
-    _, nodes, _, _ = synthesizer._unpack({"retrieved_nodes": scored_nodes()})
-    assert nodes
-    assert synthesizer._unpack({})[0] is None
+    synthesizer = FusionRAGSynthesizer(
+        JsonLLM.from_engine(engine), output_cls=None if mode == "simple_summarize" else Answer, response_mode=mode
+    )
+    for response in (
+        synthesizer.synthesize(QUESTION, scored_nodes(TEXTS[:2])),
+        await synthesizer.asynthesize(QUESTION, scored_nodes(TEXTS[:2])),
+    ):
+        if mode == "simple_summarize":  # LlamaIndex's has no structured output at all
+            assert response.response == '{"text": "at noon"}'
+            assert response.metadata["fusionrag"]["notes"] == []
+        else:
+            assert response.response == Answer(text="at noon")
+            assert response.metadata["fusionrag"]["notes"] == [STRUCTURED]
 
 
 def test_templates_are_read_and_replaced_by_their_names(engine: Engine) -> None:
