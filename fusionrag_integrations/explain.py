@@ -108,6 +108,9 @@ def _find(answer: Any, depth: int = 4) -> Mapping[str, Any] | None:
     if isinstance(answer, Mapping):
         if "chunk_status" in answer or answer.get("calls"):
             return answer
+        if "sub_qa" in answer:  # LlamaIndex's MultiStepQueryEngine: (question, response) of each step
+            steps = [found for _, step in answer["sub_qa"] if (found := _find(step, depth - 1)) is not None]
+            return {"calls": [call for step in steps for call in step.get("calls", [step])]} if steps else None
         return _find(answer["fusionrag"], depth - 1) if "fusionrag" in answer else None
     if depth == 0 or answer is None or isinstance(answer, str):
         return None

@@ -42,11 +42,13 @@ def write_records(collection: Collection, nodes: Sequence[BaseNode]) -> None:
     for start in range(0, len(nodes), size):
         batch = nodes[start : start + size]
         # An update merges, so keys that a record does not have any more are taken away by None.
-        metadatas: list[Any] = [
-            {**dict.fromkeys(KEYS), **node_to_metadata_dict(node, remove_text=True, flat_metadata=True)}
-            for node in batch
-        ]
+        metadatas: list[Any] = [{**dict.fromkeys(KEYS), **_metadata(node)} for node in batch]
         collection.update(ids=[node.node_id for node in batch], metadatas=metadatas)
+
+
+def _metadata(node: BaseNode) -> dict[str, Any]:
+    found = node_to_metadata_dict(node, remove_text=True, flat_metadata=True)
+    return {key: "" if value is None else value for key, value in found.items()}
 
 
 def _rows(collection: Collection) -> Iterator[dict[str, Any]]:

@@ -81,7 +81,7 @@ class _Traced:
 def _annotate(response: _Response, trace: Trace) -> _Response:
     """A stream fills the trace in while it runs. A streaming response has no field for it, but takes one."""
     metadata = {**(getattr(response, "metadata", None) or {}), "fusionrag": trace.info}
-    response.metadata = metadata  # type: ignore[union-attr]
+    response.metadata = metadata  # type: ignore[attr-defined]
     return response
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from fusionrag_engine import Chunk
-from fusionrag_integrations.chroma.record import CacheRecord
+from fusionrag_integrations.chroma.record import PREFIX, CacheRecord
 from fusionrag_integrations.misses import may_store, why_missed
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ def split_text(node: NodeWithScore) -> tuple[str, str, str]:
 
 
 def make_chunk(engine: Engine, node: NodeWithScore, scope: str) -> Chunk:
-    """The chunk of a node."""
+    """The chunk of a node. What lives for one question is not stored, because nobody would delete it later: a numbered
+    source, an answer to a sub-question (no retriever gave it a score), text that a postprocessor put in."""
     before, text, _ = split_text(node)
-    # A numbered source is a node of its own, which lives for one question; nobody would delete its cache.
-    can_store = not before and may_store(engine, text, scope, CacheRecord.from_metadata(node.node.metadata))
+    record = CacheRecord.from_metadata(node.node.metadata)
+    is_retrieved = record is not None or node.score is not None
+    can_store = is_retrieved and not before and may_store(engine, text, scope, record)
     return Chunk(text, id=node.node.node_id, scope=scope, can_store=can_store)
 
 
@@ -70,10 +72,13 @@ def _cached_instead(node: BaseNode) -> Iterator[tuple[str, str]]:
             before = original.model_copy()
             before.set_content(value)
             yield f"a postprocessor replaced it; what was cached is metadata[{key!r}] now", node_text(before)
-    shown = [key for key in node.metadata if key not in node.excluded_llm_metadata_keys]
-    for key in shown:
-        before = original.model_copy(update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, key]})
-        yield f"metadata {key!r} reaches the prompt now; exclude it from the LLM, or ingest again", node_text(before)
+    hidden = node.excluded_llm_metadata_keys
+    for key in (key for key in node.metadata if not key.startswith(PREFIX)):
+        is_shown = key not in hidden
+        other = [*hidden, key] if is_shown else [name for name in hidden if name != key]
+        before = original.model_copy(update={"excluded_llm_metadata_keys": other})
+        meaning = "reaches the prompt now, and did not then" if is_shown else "is excluded from the prompt now"
+        yield f"metadata {key!r} {meaning}; see excluded_llm_metadata_keys, or ingest again", node_text(before)
     for mode in (MetadataMode.NONE, MetadataMode.EMBED, MetadataMode.ALL):
         meaning = f"it was cached with metadata mode {mode.value!r}, the prompt has {MetadataMode.LLM.value!r}"
         yield f"{meaning}: excluded_llm_metadata_keys changed since", original.get_content(mode)

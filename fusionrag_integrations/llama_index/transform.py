@@ -125,15 +125,21 @@ class FusionRAGTransform(TransformComponent):
         logger.info("%s", report.summary())
         return report
 
-    def backfill(self, collection: Collection) -> PrecomputeReport:
+    def backfill(self, collection: Collection, *, with_embeddings: bool = True) -> PrecomputeReport:
         """Compute the caches of the nodes that a Chroma collection holds already, and note them in its rows.
 
         For nodes that LlamaIndex's Chroma vector store wrote before there were caches, or whose caches are gone; run
         again, it computes nothing. Rows that LlamaIndex did not write are left alone, with a warning.
+
+        Args:
+            with_embeddings: take the rows' embeddings to find neighbours; False for embeddings that mean nothing.
         """
         from .backfill import read_nodes, write_records
 
         nodes = read_nodes(collection)
+        if not with_embeddings:
+            for node in nodes:
+                node.embedding = None
         write_records(collection, self(nodes))
         return self.last_report
 
