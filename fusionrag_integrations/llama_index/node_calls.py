@@ -65,16 +65,19 @@ def _over_nodes(
     arguments: dict[str, Any],
     trace: Trace,
 ) -> NodePrompt | None:
-    """The prompt over nodes; the context among `arguments` becomes the nodes' own text. None, with a warning, where
-    the template does not take its context in one place."""
+    """The prompt over nodes; None, with a warning, where the template does not take its context in one place.
+
+    Where `arguments` have no context yet, they get the nodes' texts.
+    """
     variable = context_variable(prompt)
     if variable is None:
         _refuse(trace, "the prompt template has no plain context variable (context_str or context_msg)")
         return None
-    arguments[variable] = MARK
+    marked = {**arguments, variable: MARK}
     question = {**prompt.kwargs, **arguments}.get("query_str", "")
-    found = split_prompt(llm.engine, llm._get_messages(prompt, **arguments), nodes, str(question), llm.scope)
-    arguments[variable] = context_text(llm.engine, nodes)
+    found = split_prompt(llm.engine, llm._get_messages(prompt, **marked), nodes, str(question), llm.scope)
+    if variable not in arguments:
+        arguments[variable] = context_text(llm.engine, nodes)
     if found is None:
         _refuse(trace, f"the prompt template does not put {variable} into the prompt exactly once")
     return found

@@ -34,14 +34,17 @@ def split_text(node: NodeWithScore) -> tuple[str, str, str]:
     return before, node_text(original), after
 
 
-def make_chunk(engine: Engine, node: NodeWithScore, scope: str) -> Chunk:
-    """The chunk of a node. What lives for one question is not stored, because nobody would delete it later: a numbered
-    source, an answer to a sub-question (no retriever gave it a score), text that a postprocessor put in."""
-    before, text, _ = split_text(node)
+def make_piece(engine: Engine, node: NodeWithScore, scope: str) -> tuple[str, Chunk, str]:
+    """As `split_text`, with the text's chunk.
+
+    What lives for one question is not stored, because nobody would delete it later: a numbered source, an answer to a
+    sub-question (no retriever gave it a score), text that a postprocessor put in.
+    """
+    before, text, after = split_text(node)
     record = CacheRecord.from_metadata(node.node.metadata)
     is_retrieved = record is not None or node.score is not None
     can_store = is_retrieved and not before and may_store(engine, text, scope, record)
-    return Chunk(text, id=node.node.node_id, scope=scope, can_store=can_store)
+    return before, Chunk(text, id=node.node.node_id, scope=scope, can_store=can_store), after
 
 
 def _without_label(node: BaseNode) -> tuple[str, BaseNode, str]:

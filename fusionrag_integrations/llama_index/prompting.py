@@ -16,7 +16,7 @@ from llama_index.core.schema import NodeWithScore
 
 from fusionrag_engine import Chunk
 
-from .pieces import make_chunk, split_text
+from .pieces import make_piece
 
 if TYPE_CHECKING:
     from fusionrag_engine import Engine
@@ -79,12 +79,13 @@ def split_prompt(
     if rendered.count(MARK) != 1:
         return None
     head, tail = rendered.split(MARK)
-    around = [head]
+    chunks, around = [], [head]
     for number, node in enumerate(nodes, start=1):
-        before, _, after = split_text(node)
+        before, chunk, after = make_piece(engine, node, scope)
+        chunks.append(chunk)
         around[-1] += before
         around.append(after + (engine.config.chunk_separator if number < len(nodes) else tail))
-    return NodePrompt(question, list(nodes), [make_chunk(engine, node, scope) for node in nodes], around)
+    return NodePrompt(question, list(nodes), chunks, around)
 
 
 def count_frame_tokens(engine: Engine, messages: Sequence[ChatMessage]) -> int:

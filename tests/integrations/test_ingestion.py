@@ -219,9 +219,9 @@ def test_a_node_without_an_embedding_costs_the_others_nothing(engine: Engine, ca
     assert "1 of 5 nodes have no embedding" in caplog.text
 
 
-def test_workers_may_do_the_rest(engine: Engine) -> None:
-    """As the error of `num_workers` says: transformations that travel first, the engine's in this process."""
-    nodes = IngestionPipeline(transformations=[splitter()]).run(documents=documents(), num_workers=1)
+def test_a_pipeline_may_be_cut_in_two(engine: Engine) -> None:
+    """As the error of `num_workers` says: what workers can do first, the engine's part in this process."""
+    nodes = IngestionPipeline(transformations=[splitter()]).run(documents=documents())
     done = IngestionPipeline(transformations=[LetterEmbedding(), FusionRAGTransform.from_engine(engine)]).run(
         nodes=nodes
     )

@@ -22,8 +22,10 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionStartEvent,
 )
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import BaseOutputParser
 
 from fusionrag_engine import Engine, EngineConfig, FusionRAGError, Request, UnknownSettingError
+from fusionrag_integrations.explain import explain
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGTransform, default_text_qa_template
 from fusionrag_integrations.llama_index.node_calls import prepare
 from tests.integrations.support import QUESTION, TEXTS, scored_nodes, settle
@@ -160,6 +162,27 @@ def test_raw_says_what_the_cache_did(engine: Engine) -> None:
     assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] == raw["fusionrag"]["num_reused_tokens"] > 0
     assert raw["fusionrag"]["num_recomputed_tokens"] == 0
     pickle.dumps(raw)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_any_answer_can_be_explained(engine: Engine, kind: str, style: str) -> None:
+    response = await ask(FusionRAGLLM.from_engine(engine), kind, style, MESSAGES if kind == "chat" else "Hello")
+    (call,) = explain(response).calls
+    assert call["num_prompt_tokens"] == response.raw["usage"]["prompt_tokens"]
+
+
+def test_an_output_parser_is_applied_or_refused(engine: Engine) -> None:
+    class Upper(BaseOutputParser):
+        def parse(self, output: str) -> Any:
+            return f"parsed: {output}"
+
+    template = PromptTemplate("{context_str} {query_str}")
+    llm = FusionRAGLLM.from_engine(engine, output_parser=Upper())
+    arguments: dict[str, Any] = {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    assert llm.predict(template, **arguments).startswith("parsed: ")
+    with pytest.raises(FusionRAGError, match="output parser"):
+        llm.stream(template, **arguments)
 
 
 def test_a_miss_is_stored_under_its_node(engine: Engine) -> None:
@@ -303,7 +326,7 @@ async def test_closing_an_async_stream_stops_the_generation(engine: Engine, monk
     assert closed.was_closed
 
 
-def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
+async def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
     seen: list[Any] = []
     kinds = (LLMChatStartEvent, LLMChatEndEvent, LLMCompletionStartEvent, LLMCompletionEndEvent)
 
@@ -318,17 +341,17 @@ def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
     try:
         llm = FusionRAGLLM.from_engine(engine)
         template = default_text_qa_template(engine)
-        for call, expected in (
-            (lambda: llm.chat(MESSAGES), kinds[:2]),
-            (lambda: list(llm.stream_chat(MESSAGES)), kinds[:2]),
-            (lambda: llm.complete("Hello"), kinds[2:]),
-            (lambda: list(llm.stream_complete("Hello")), kinds[2:]),
-            (lambda: llm.predict(template, query_str=QUESTION, retrieved_nodes=scored_nodes()), kinds[:2]),
-            (lambda: list(llm.stream(template, query_str=QUESTION, retrieved_nodes=scored_nodes())), kinds[:2]),
-        ):
-            seen.clear()
-            call()
-            assert seen == list(expected)
+        arguments: dict[str, Any] = {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+        for style in STYLES:
+            for call, expected in (
+                (lambda style: ask(llm, "chat", style, MESSAGES), kinds[:2]),
+                (lambda style: ask(llm, "complete", style, "Hello"), kinds[2:]),
+                (lambda style: answer(llm, style, template, **arguments), kinds[:2]),
+                (lambda style: answer(llm, style, PromptTemplate("{query_str}"), query_str=QUESTION), kinds[:2]),
+            ):
+                seen.clear()
+                await call(style)
+                assert seen == list(expected)
     finally:
         dispatcher.event_handlers.remove(handler)
 
