@@ -109,20 +109,26 @@ def _find(answer: Any, depth: int = 4) -> Mapping[str, Any] | None:
         if "chunk_status" in answer or answer.get("calls"):
             return answer
         if "sub_qa" in answer:  # LlamaIndex's MultiStepQueryEngine: (question, response) of each step
-            steps = [found for _, step in answer["sub_qa"] if (found := _find(step, depth - 1)) is not None]
-            return {"calls": [call for step in steps for call in step.get("calls", [step])]} if steps else None
+            return _all_of([response for _, response in answer["sub_qa"]], depth)
         return _find(answer["fusionrag"], depth - 1) if "fusionrag" in answer else None
     if depth == 0 or answer is None or isinstance(answer, str):
         return None
-    held = (getattr(answer, name, None) for name in _KEEPERS)
-    for item in (*held, *_items(getattr(answer, "sources", ())), *_items(getattr(answer, "tool_calls", ()))):
-        if (found := _find(item, depth - 1)) is not None:
+    for name in _KEEPERS:
+        if (found := _find(getattr(answer, name, None), depth - 1)) is not None:
             return found
-    return None
+    lists = [getattr(answer, name, None) for name in ("sources", "tool_calls")]  # of chat engines and agents
+    return _all_of([item for value in lists if isinstance(value, list) for item in value], depth)
 
 
-def _items(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
+def _all_of(answers: Iterable[Any], depth: int) -> Mapping[str, Any] | None:
+    """The calls of several answers as those of one."""
+    found = [counts for answer in answers if (counts := _find(answer, depth - 1)) is not None]
+    if not found:
+        return None
+    merged: dict[str, Any] = {"calls": [call for counts in found for call in counts.get("calls", [counts])]}
+    for name in ("dropped_nodes", "notes"):
+        merged[name] = [item for counts in found for item in counts.get(name, ())]
+    return merged
 
 
 def _rows(number: int, call: Mapping[str, Any]) -> list[ExplainedChunk]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.schema import BaseNode, NodeWithScore
 
 from . import steps
 from .pieces import context_text
@@ -43,7 +43,8 @@ class Prepared:
 def take_nodes(prompt_args: Mapping[str, Any]) -> tuple[list[NodeWithScore], Trace | None, dict[str, Any]]:
     """What the synthesizer sent along, and the template's own variables."""
     arguments = dict(prompt_args)
-    nodes: list[NodeWithScore] = arguments.pop("retrieved_nodes", None) or []
+    given: list[NodeWithScore | BaseNode] = arguments.pop("retrieved_nodes", None) or []
+    nodes = [node if isinstance(node, NodeWithScore) else NodeWithScore(node=node) for node in given]
     return nodes, arguments.pop("fusionrag_trace", None), arguments
 
 

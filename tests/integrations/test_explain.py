@@ -68,6 +68,22 @@ def test_counts_are_found_where_adapters_keep_them(generation: Any, wrap: Any) -
     assert [row.status for row in found.rows] == ["prefix", "plain", "miss"]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda one, two: SimpleNamespace(metadata={"sub_qa": [("first?", one), ("second?", two)]}),
+        lambda one, two: SimpleNamespace(tool_calls=[SimpleNamespace(tool_output=item) for item in (one, two)]),
+        lambda one, two: SimpleNamespace(sources=[SimpleNamespace(raw_output=item) for item in (one, None, two)]),
+    ],
+)
+def test_answers_made_of_several_are_shown_together(generation: Any, wrap: Any) -> None:
+    one = SimpleNamespace(metadata={"fusionrag": call_info(generation.stats, ["a", "b", "c"])})
+    trace = {"calls": [call_info(generation.stats, ["d", "e", "f"])], "notes": ["mind it"]}
+    found = explain(wrap(one, SimpleNamespace(metadata={"fusionrag": trace})))
+    assert [(row.call, row.id) for row in found.rows] == [(1, "a"), (1, "b"), (1, "c"), (2, "d"), (2, "e"), (2, "f")]
+    assert found.notes == ["mind it"]
+
+
 def test_several_calls_and_what_was_left_out_are_shown(generation: Any) -> None:
     info = call_info(generation.stats, ["one", "two", "three"])
     trace = {"calls": [info, info], "dropped_nodes": [{"node_id": "long", "reason": "too long"}], "notes": ["mind it"]}

@@ -142,6 +142,17 @@ async def test_full_recomputation_is_ordinary_prefill(engine: Engine, style: str
         assert ours == full
 
 
+def test_nodes_may_come_without_scores(engine: Engine) -> None:
+    bare = [node.node for node in scored_nodes()]
+    FusionRAGTransform.from_engine(engine)(bare)
+    template = default_text_qa_template(engine)
+    llm = FusionRAGLLM.from_engine(engine)
+    assert (
+        llm.predict(template, query_str=QUESTION, retrieved_nodes=bare)
+        == engine.generate(Request(QUESTION, TEXTS)).text
+    )
+
+
 def test_raw_says_what_the_cache_did(engine: Engine) -> None:
     FusionRAGTransform.from_engine(engine)([node.node for node in scored_nodes(TEXTS[:4])])
     llm = FusionRAGLLM.from_engine(engine, recompute_ratio=0.0)
