@@ -40,6 +40,7 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         refine_template: takes `context_msg`, `query_str` and `existing_answer`.
         summary_template: of "tree_summarize"; takes `context_str` and `query_str`.
         streaming: answer with a stream.
+        trace: where to note what the cache did; None is a new one for each response.
 
     Raises:
         ConfigError: the mode is none of these.

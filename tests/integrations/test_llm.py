@@ -28,7 +28,7 @@ from fusionrag_engine import Engine, EngineConfig, FusionRAGError, Request, Unkn
 from fusionrag_integrations.explain import explain
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGTransform, default_text_qa_template
 from fusionrag_integrations.llama_index.node_calls import prepare
-from tests.integrations.support import QUESTION, TEXTS, scored_nodes, settle
+from tests.integrations.support import QUESTION, TEXTS, patch_forward, scored_nodes, settle
 
 STYLES = ["call", "stream", "async", "async_stream"]
 MESSAGES = [ChatMessage(role="system", content="Short."), ChatMessage(role="user", content=QUESTION)]
@@ -269,7 +269,7 @@ async def test_errors_of_the_engine_are_not_swallowed(
     def broken(*_args: Any, **_settings: Any) -> Any:
         raise ValueError("bad weights")
 
-    monkeypatch.setattr(engine, "_prefill", broken)
+    patch_forward(monkeypatch, engine, broken)
     with pytest.raises(FusionRAGError, match="bad weights"):
         await ask(FusionRAGLLM.from_engine(engine), "chat", style, MESSAGES)
     monkeypatch.undo()
@@ -284,13 +284,7 @@ async def test_errors_of_the_engine_are_not_swallowed(
 
 
 async def test_async_does_not_block_the_event_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine._prefill
-
-    def slow(*args: Any, **settings: Any) -> Any:
-        time.sleep(0.3)
-        return own(*args, **settings)
-
-    monkeypatch.setattr(engine, "_prefill", slow)
+    patch_forward(monkeypatch, engine, lambda: time.sleep(0.1))
     task = asyncio.create_task(FusionRAGLLM.from_engine(engine).achat(MESSAGES))
     num_turns = 0
     while not task.done():
@@ -299,42 +293,44 @@ async def test_async_does_not_block_the_event_loop(engine: Engine, monkeypatch: 
     assert num_turns > 10
 
 
-class _Closed:
-    """Notes that the engine's stream was closed before its end."""
+def test_closing_a_stream_closes_the_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, closed = engine.stream, []
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.was_closed = False
-        own = engine._decode
+    def watched(request: Request) -> Any:
+        try:
+            yield from own(request)
+        except GeneratorExit:
+            closed.append(request)
+            raise
 
-        def watched(*args: Any, **settings: Any) -> Any:
-            try:
-                yield from own(*args, **settings)
-            except GeneratorExit:
-                self.was_closed = True
-                raise
-
-        monkeypatch.setattr(engine, "_decode", watched)
-
-
-def test_closing_a_stream_stops_the_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = _Closed(engine, monkeypatch)
+    monkeypatch.setattr(engine, "stream", watched)
     stream = FusionRAGLLM.from_engine(engine, max_new_tokens=500).stream_chat(MESSAGES)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert closed.was_closed
+    assert closed
 
 
-async def test_closing_an_async_stream_stops_the_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = _Closed(engine, monkeypatch)
+async def test_closing_an_async_stream_closes_the_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, closed = engine.astream, []
+
+    async def watched(request: Request) -> Any:
+        try:
+            async for delta in own(request):
+                yield delta
+        except GeneratorExit:
+            closed.append(request)
+            raise
+
+    monkeypatch.setattr(engine, "astream", watched)
     stream: Any = await FusionRAGLLM.from_engine(engine, max_new_tokens=500).astream_chat(MESSAGES)
     await anext(stream)
     await stream.aclose()
     del stream
-    for _ in range(100):
+    for _ in range(100):  # LlamaIndex's wrapper lets go of our generator; the loop closes it a little later
         await asyncio.sleep(0.01)
-        if closed.was_closed:
+        if closed:
             break
-    assert closed.was_closed
+    assert closed
 
 
 async def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:

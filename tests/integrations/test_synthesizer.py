@@ -15,7 +15,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from fusionrag_engine import ConfigError, ContextOverflowError, Engine, Request
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGSynthesizer, FusionRAGTransform
 from fusionrag_integrations.llama_index.synthesizer import STRUCTURED
-from tests.integrations.support import QUESTION, TEXTS, scored_nodes, statuses
+from tests.integrations.support import QUESTION, TEXTS, patch_forward, scored_nodes, statuses
 
 STYLES = ["call", "stream", "async", "async_stream"]
 
@@ -317,9 +317,9 @@ def test_query_bundles_and_additional_sources_are_accepted(engine: Engine) -> No
 
 
 def test_an_engine_error_is_raised_not_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_args: Any, **_settings: Any) -> Any:
+    def broken() -> None:
         raise TypeError("a library changed")
 
-    monkeypatch.setattr(engine, "_prefill", broken)
+    patch_forward(monkeypatch, engine, broken)
     with pytest.raises(RuntimeError, match="a library changed"):
         FusionRAGSynthesizer.from_engine(engine).synthesize(QUESTION, scored_nodes())
