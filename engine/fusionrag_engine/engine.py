@@ -16,7 +16,7 @@ from .assemble import Assembler
 from .config import EngineConfig
 from .decode import Sampler, TextStream, end_tokens
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
-from .keys import CacheKeys, model_fingerprint, tokenizer_fingerprint
+from .keys import CacheKeys, model_fingerprint, token_fingerprint, tokenizer_fingerprint
 from .layout import Prompt, PromptLayout
 from .library import ChunkLibrary
 from .loading import check_ready_model, load_pretrained, local_directory
@@ -131,6 +131,7 @@ class Engine:
         Args:
             chunks: texts to cache. An id that named another text before names this one now.
             embeddings: `[num_chunks, dim]`; neighbours are the most similar chunks of the whole store of the scope.
+                Rows of a list may be None: these chunks get plain caches, and are no one's neighbours.
             neighbours: instead, a list a chunk: indices into `chunks`, or ids of chunks in the store.
             show_progress: show progress bars.
 
@@ -229,6 +230,19 @@ class Engine:
 
     def count_tokens(self, text: str) -> int:
         return len(self.layout.tokenize(text))
+
+    @property
+    def namespace(self) -> str:
+        """What all caches of this engine share: digest of model, tokenizer, dtype, codec and cache prefix."""
+        return self.library.keys.namespace
+
+    def fingerprint(self, text: str) -> str:
+        """Digest of a text's tokens alone; equal to `ChunkRecord.fingerprint` where these tokens were cached."""
+        return token_fingerprint(self.layout.tokenize(text))
+
+    def content_key(self, chunk: Chunk) -> str:
+        """Key that a chunk's plain cache has in this engine, stored or not; see `ChunkRecord.key`."""
+        return self._key(chunk)
 
     # Questions
 
@@ -339,7 +353,7 @@ class Engine:
         if request.method == "full":
             return
         pairs = zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True)
-        missing = [chunk for chunk, status in pairs if status == "miss"]
+        missing = [chunk for chunk, status in pairs if status == "miss" and chunk.can_store]
         if missing and not self._is_closed:
             self._in_background(lambda: self._precomputer.run(missing, None, None, _ProgressBars(False).open))
 

@@ -31,6 +31,11 @@ def digest(**fields: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
+def token_fingerprint(token_ids: Sequence[int]) -> str:
+    """32 hex digits over token ids alone, whatever model, scope or settings they are cached with."""
+    return digest(token_ids=list(token_ids))[:32]
+
+
 def model_fingerprint(model: Any) -> str:
     """Digest of everything that decides what a model computes: configuration, and every parameter and buffer."""
     config = {name: value for name, value in model.config.to_diff_dict().items() if name not in _VOLATILE}

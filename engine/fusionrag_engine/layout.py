@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .config import EngineConfig
 from .errors import ConfigError
 from .types import Request, as_chunks
+
+REMEMBERED_TEXTS = 512
+"""Texts whose tokens are kept: an adapter counts, compares and sends the same chunks, at every question anew."""
 
 _SENTINEL = "\u2402fusionrag-context\u2403"
 _TEMPLATE_DATE = "26 Jul 2024"
@@ -61,6 +65,7 @@ class PromptLayout:
     def __init__(self, tokenizer: Any, config: EngineConfig) -> None:
         self.tokenizer = tokenizer
         self.config = config
+        self._tokens = lru_cache(REMEMBERED_TEXTS)(self._tokenize)
         self.bos_id = _wanted_bos(tokenizer)
         rendered = self.render_chat(self.default_messages(_SENTINEL, ""))
         if rendered.count(_SENTINEL) != 1:
@@ -114,10 +119,10 @@ class PromptLayout:
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a piece of the prompt, without special tokens added."""
-        if not text:
-            return []
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return list(self._tokens(text))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else ()
 
     def tokenize_prefix(self, text: str) -> list[int]:
         """Tokens of the head of a prompt: as `tokenize`, with exactly one BOS where the model wants one."""

@@ -18,23 +18,33 @@ def content_digest(text: str) -> str:
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).hexdigest()
 
 
-def as_embeddings(embeddings: Any, num_chunks: int) -> NDArray[np.float32]:
-    """Check embeddings `[num_chunks, dim]` and normalise their rows.
+def as_embeddings(embeddings: Any, num_chunks: int) -> list[NDArray[np.float32] | None]:
+    """Check embeddings `[num_chunks, dim]` and normalise their rows. A row of a list may be None: the chunk has none.
 
     Raises:
         ConfigError: another shape, or a row with NaN, infinity or no length.
     """
+    result: list[NDArray[np.float32] | None] = [None] * num_chunks
+    rows = list(range(num_chunks))
+    if isinstance(embeddings, (list, tuple)) and len(embeddings) == num_chunks:
+        rows = [index for index in rows if embeddings[index] is not None]
+        embeddings = [embeddings[index] for index in rows]
+        if not rows:
+            return result
     try:
         array = np.asarray(embeddings, dtype=np.float32)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"embeddings are not a table of numbers ({error}); give one row a chunk") from error
-    if array.ndim != 2 or array.shape[0] != num_chunks:
-        raise ConfigError(f"embeddings have shape {array.shape}; give one row a chunk: ({num_chunks}, dim)")
+    if array.ndim != 2 or array.shape[0] != len(rows):
+        raise ConfigError(f"embeddings have shape {array.shape}; give one row a chunk: ({len(rows)}, dim)")
     norms = np.linalg.norm(array, axis=1, keepdims=True)
     bad = np.flatnonzero(~(np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)))
     if bad.size:
-        raise ConfigError(f"embeddings of chunks {bad[:5].tolist()} are zero or not finite; embed these texts again")
-    return np.asarray(array / norms, dtype=np.float32)
+        names = [rows[index] for index in bad[:5]]
+        raise ConfigError(f"embeddings of chunks {names} are zero or not finite; embed these texts again")
+    for index, row in zip(rows, np.asarray(array / norms, dtype=np.float32), strict=True):
+        result[index] = row
+    return result
 
 
 def most_similar(catalog: Catalog, scope: str, wanted: Mapping[str, str], top_n: int) -> dict[str, list[str]]:

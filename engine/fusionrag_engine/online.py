@@ -97,6 +97,8 @@ class Prefiller:
             prefill_s=prefill_s,
             chunk_status=assembly.status,
             miss_reason=assembly.miss_reason,
+            chunk_tokens=[len(segment) for segment in prompt.chunks],
+            chunk_recomputed=_count_in(prompt.chunks, critical),
         )
         return Prefilled(prompt, logits, canvas, stats)
 
@@ -108,6 +110,11 @@ class Prefiller:
         for rows in pieces[: -1 if needs_logits else None]:
             self.runner.forward([rows])
         return self.runner.forward_logits(pieces[-1:])[0] if needs_logits else None
+
+
+def _count_in(segments: Sequence[Segment], positions: Tensor) -> list[int]:
+    """How many of the positions lie in each segment."""
+    return [int(((positions >= segment.start) & (positions < segment.stop)).sum()) for segment in segments]
 
 
 def _complement(segments: Sequence[Segment], length: int) -> list[Segment]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .assemble import place_entry
 from .canvas import Canvas
 from .catalog import ChunkRow
+from .keys import token_fingerprint
 from .layout import PromptLayout
 from .library import ChunkLibrary
 from .neighbours import as_embeddings, content_digest, given_neighbours, most_similar
@@ -96,6 +97,7 @@ class Precomputer:
         begin = time.perf_counter()
         counts = _Counts()
         vectors = None if embeddings is None else as_embeddings(embeddings, len(chunks))
+        has_vectors = vectors is not None and any(vector is not None for vector in vectors)
         keys, jobs = self._jobs(chunks, vectors, counts)
 
         missing = [job for job in jobs.values() if not self.library.store.has(job.key)]
@@ -111,7 +113,7 @@ class Precomputer:
                 self.library.catalog.add(ChunkRow(job.key, job.scope, job.content, tuple(job.token_ids)), job.embedding)
         self._name(chunks, keys)
 
-        self._find_neighbours(chunks, keys, jobs, vectors is not None, neighbours)
+        self._find_neighbours(chunks, keys, jobs, has_vectors, neighbours)
         todo = [job for job in jobs.values() if job.neighbours]
         update = progress(len(todo), "enrich")
         for job, entry in self._compute(todo):
@@ -120,7 +122,7 @@ class Precomputer:
             counts.tokens += len(job.token_ids)
             update(1)
 
-        return self._report(chunks, keys, jobs, counts, vectors is not None or neighbours is not None, begin)
+        return self._report(chunks, keys, jobs, counts, has_vectors or neighbours is not None, begin)
 
     def _name(self, chunks: Sequence[Chunk], keys: Sequence[str | None]) -> None:
         """Let each id name its chunk's content now. What an id named before goes when no id is left for it."""
@@ -134,7 +136,7 @@ class Precomputer:
                 self.library.delete(scope, old, None)
 
     def _jobs(
-        self, chunks: Sequence[Chunk], vectors: NDArray[np.float32] | None, counts: _Counts
+        self, chunks: Sequence[Chunk], vectors: Sequence[NDArray[np.float32] | None] | None, counts: _Counts
     ) -> tuple[list[str | None], dict[str, _Job]]:
         """Tokenize; one job a distinct chunk. A chunk that cannot be cached gets no key and a reason."""
         keys: list[str | None] = []
@@ -152,7 +154,9 @@ class Precomputer:
                 continue
             key = self.library.keys.plain(ids, chunk.scope)
             vector = None if vectors is None else vectors[index]
-            jobs.setdefault(key, _Job(key, chunk.scope, content_digest(chunk.text), ids, vector))
+            job = jobs.setdefault(key, _Job(key, chunk.scope, content_digest(chunk.text), ids, vector))
+            if job.embedding is None:
+                job.embedding = vector
             keys.append(key)
         return keys, jobs
 
@@ -294,4 +298,12 @@ class Precomputer:
             return ChunkRecord(chunk.id, None, scope=chunk.scope, reason="no cache is stored")
         enriched = row.enriched_key if self.library.has_enriched(row, self.top_n) else None
         neighbours = row.neighbours if enriched else ()
-        return ChunkRecord(chunk.id, key, enriched, len(row.token_ids), neighbours, chunk.scope)
+        return ChunkRecord(
+            chunk.id,
+            key,
+            enriched,
+            len(row.token_ids),
+            neighbours,
+            chunk.scope,
+            fingerprint=token_fingerprint(row.token_ids),
+        )

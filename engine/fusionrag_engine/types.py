@@ -31,11 +31,14 @@ class Chunk:
         text: exactly what stands in the prompt.
         id: the caller's name for it (a node ID). Identical texts share one cache whatever their ids.
         scope: isolation boundary; caches, neighbours and hits never cross it.
+        can_store: whether a question that meets the chunk for the first time may store its cache. False for text that
+            was made for one question, which nobody would delete later.
     """
 
     text: str
     id: str | None = None
     scope: str = ""
+    can_store: bool = True
 
     def __post_init__(self) -> None:
         check_text("text", self.text)
@@ -134,6 +137,7 @@ class Stats:
         ttft_s: from the request's arrival to its first output token, loading included.
         load_s, assemble_s, select_s, prefill_s: its parts. decode_s: all output tokens after the first.
         chunk_status: one `ChunkStatus` a chunk; `miss_reason`: why, where it is a "miss", else None.
+        chunk_tokens, chunk_recomputed: each chunk's length, and how many of its tokens were critical.
     """
 
     num_prompt_tokens: int = 0
@@ -149,6 +153,8 @@ class Stats:
     decode_s: float = 0.0
     chunk_status: list[ChunkStatus] = field(default_factory=list)
     miss_reason: list[str | None] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    chunk_recomputed: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -202,6 +208,7 @@ class ChunkRecord:
         num_tokens: length in tokens.
         neighbours: keys of the chunks it was enriched with, most similar first.
         reason: why nothing was stored, else None.
+        fingerprint: of its tokens alone; see `Engine.fingerprint`.
     """
 
     id: str | None
@@ -211,6 +218,7 @@ class ChunkRecord:
     neighbours: tuple[str, ...] = ()
     scope: str = ""
     reason: str | None = None
+    fingerprint: str = ""
 
     @property
     def kind(self) -> Literal["enriched", "plain", "none"]:

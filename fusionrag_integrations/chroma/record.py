@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 PREFIX = "fusionrag_"
 """All our metadata keys begin so; adapters keep them out of what is embedded and what reaches the prompt."""
 
-KEYS = tuple(PREFIX + name for name in ("key", "enriched_key", "kind", "num_tokens", "scope", "neighbours"))
+KEYS = tuple(
+    PREFIX + name for name in ("key", "enriched_key", "kind", "num_tokens", "scope", "neighbours", "fingerprint")
+)
 
 
 @dataclass(frozen=True)
 class CacheRecord:
-    """The caches of one node. `key` is the content key of the plain cache, `neighbours` are content keys."""
+    """The caches of one node. `key` is the content key of the plain cache, `neighbours` are content keys, and
+    `fingerprint` is of the cached tokens alone (`Engine.fingerprint`), "" where it was not recorded."""
 
     key: str
     kind: str
@@ -26,6 +29,7 @@ class CacheRecord:
     scope: str = ""
     enriched_key: str | None = None
     neighbours: tuple[str, ...] = ()
+    fingerprint: str = ""
 
     @classmethod
     def from_chunk(cls, record: ChunkRecord) -> CacheRecord | None:
@@ -33,7 +37,13 @@ class CacheRecord:
         if record.key is None:
             return None
         return cls(
-            record.key, record.kind, record.num_tokens, record.scope, record.enriched_key, tuple(record.neighbours)
+            record.key,
+            record.kind,
+            record.num_tokens,
+            record.scope,
+            record.enriched_key,
+            tuple(record.neighbours),
+            record.fingerprint,
         )
 
     def metadata(self) -> dict[str, str | int]:
@@ -47,6 +57,8 @@ class CacheRecord:
         }
         if self.enriched_key is not None:
             values[PREFIX + "enriched_key"] = self.enriched_key
+        if self.fingerprint:
+            values[PREFIX + "fingerprint"] = self.fingerprint
         if self.neighbours:
             values[PREFIX + "neighbours"] = json.dumps(self.neighbours)
         return values
@@ -65,6 +77,7 @@ class CacheRecord:
             scope=str(values.get(PREFIX + "scope") or ""),
             enriched_key=values.get(PREFIX + "enriched_key") or None,
             neighbours=_strings(values.get(PREFIX + "neighbours")),
+            fingerprint=str(values.get(PREFIX + "fingerprint") or ""),
         )
 
 

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from .ask import ask
+from .ingest import ingest
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
@@ -23,3 +26,7 @@ def fusionrag(
     ] = False,
 ) -> None:
     """Enriched chunk caches for retrieval-augmented generation."""
+
+
+app.command()(ingest)
+app.command()(ask)

@@ -6,21 +6,20 @@ at the mark. The nodes' texts go between, each a chunk of its own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate
-from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+from llama_index.core.schema import NodeWithScore
 
 from fusionrag_engine import Chunk
 
+from .pieces import make_piece
+
 if TYPE_CHECKING:
     from fusionrag_engine import Engine
-
-logger = logging.getLogger("fusionrag")
 
 MARK = "\u2402retrieved-nodes\u2403"
 CONTEXT_VARIABLES = ("context_str", "context_msg")
@@ -28,9 +27,10 @@ CONTEXT_VARIABLES = ("context_str", "context_msg")
 
 @dataclass(frozen=True)
 class NodePrompt:
-    """A prompt over nodes: chunks, and the rendered text around them (`Request.text_around`)."""
+    """A prompt over nodes: a chunk each, and the rendered text around them (`Request.text_around`)."""
 
     question: str
+    nodes: list[NodeWithScore]
     chunks: list[Chunk]
     text_around: list[str]
 
@@ -46,16 +46,6 @@ def default_refine_template(engine: Engine) -> ChatPromptTemplate:
     question = "{query_str}\nThe answer so far, from other documents: {existing_answer}\nImprove it if these help."
     messages = engine.default_messages("{context_msg}", question)
     return ChatPromptTemplate([ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages])
-
-
-def node_text(node: NodeWithScore | BaseNode) -> str:
-    """Exactly the text of a node that reaches the prompt, and that ingestion caches."""
-    return (node.node if isinstance(node, NodeWithScore) else node).get_content(metadata_mode=MetadataMode.LLM)
-
-
-def context_text(engine: Engine, nodes: Sequence[NodeWithScore]) -> str:
-    """The nodes' texts as one context, for whatever wants a string."""
-    return engine.config.chunk_separator.join(node_text(node) for node in nodes)
 
 
 def context_variable(prompt: BasePromptTemplate) -> str | None:
@@ -84,18 +74,18 @@ def _role(message: ChatMessage) -> str:
 def split_prompt(
     engine: Engine, messages: Sequence[ChatMessage], nodes: Sequence[NodeWithScore], question: str, scope: str
 ) -> NodePrompt | None:
-    """A prompt over nodes from messages that contain `MARK`; None (with a warning) unless the mark is there once."""
+    """A prompt over nodes from messages that contain `MARK`; None unless the mark is rendered exactly once."""
     rendered = render_messages(engine, messages)
     if rendered.count(MARK) != 1:
-        logger.warning(
-            "the prompt template puts the context into the prompt %d times, not once; chunk caches are not used for it",
-            rendered.count(MARK),
-        )
         return None
     head, tail = rendered.split(MARK)
-    chunks = [Chunk(node_text(node), id=node.node.node_id, scope=scope) for node in nodes]
-    between = [engine.config.chunk_separator] * (len(chunks) - 1)
-    return NodePrompt(question, chunks, [head, *between, tail])
+    chunks, around = [], [head]
+    for number, node in enumerate(nodes, start=1):
+        before, chunk, after = make_piece(engine, node, scope)
+        chunks.append(chunk)
+        around[-1] += before
+        around.append(after + (engine.config.chunk_separator if number < len(nodes) else tail))
+    return NodePrompt(question, list(nodes), chunks, around)
 
 
 def count_frame_tokens(engine: Engine, messages: Sequence[ChatMessage]) -> int:

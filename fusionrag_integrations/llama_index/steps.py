@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 
 from fusionrag_engine import Engine, FusionRAGError, Request, TokenDelta
 from fusionrag_engine.types import Stats
 
-from .trace import Trace, node_entries
+from .trace import count_call, node_entries
+
+if TYPE_CHECKING:
+    from .node_calls import NodeCall
 
 Item = TypeVar("Item")
 
@@ -27,17 +30,17 @@ class Step:
     raw: dict[str, Any] | None
 
 
-def run(engine: Engine, request: Request, trace: Trace | None) -> Iterator[Step]:
+def run(engine: Engine, request: Request, call: NodeCall | None) -> Iterator[Step]:
     """The steps of one answer. Closing the iterator stops the generation."""
     text = ""
     deltas: Any = engine.stream(request)
     with own_errors(), closing(deltas):
         for delta in deltas:
             text += delta.text
-            yield _step(text, delta, request, trace)
+            yield _step(engine, text, delta, request, call)
 
 
-async def arun(engine: Engine, request: Request, trace: Trace | None) -> AsyncIterator[Step]:
+async def arun(engine: Engine, request: Request, call: NodeCall | None) -> AsyncIterator[Step]:
     """As `run`, without blocking the event loop."""
     text = ""
     deltas: Any = engine.astream(request)
@@ -45,7 +48,7 @@ async def arun(engine: Engine, request: Request, trace: Trace | None) -> AsyncIt
         async with aclosing(deltas):
             async for delta in deltas:
                 text += delta.text
-                yield _step(text, delta, request, trace)
+                yield _step(engine, text, delta, request, call)
 
 
 def convert(steps: Iterator[Step], form: Callable[[Step], Item]) -> Iterator[Item]:
@@ -74,12 +77,14 @@ async def alast(steps: AsyncIterator[Step]) -> Step:
     return step
 
 
-def _step(text: str, delta: TokenDelta, request: Request, trace: Trace | None) -> Step:
+def _step(engine: Engine, text: str, delta: TokenDelta, request: Request, call: NodeCall | None) -> Step:
     if delta.stats is None:
         return Step(text, delta.text, None)
-    if trace is not None:
-        trace.add(request, delta.stats)
-    fusionrag = {**delta.stats.as_dict(), "nodes": node_entries(request, delta.stats)}
+    nodes = call.prompt.nodes if call is not None and call.prompt is not None else []
+    counts = count_call(engine, request, delta.stats, nodes)
+    if call is not None:
+        call.trace.add(counts)
+    fusionrag = {**counts, "nodes": node_entries(counts)}
     raw = {"usage": usage(delta.stats), "finish_reason": delta.finish_reason, "fusionrag": fusionrag}
     return Step(text, delta.text, raw)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE
@@ -10,53 +11,64 @@ from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
-from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from fusionrag_engine import Engine
+from fusionrag_engine import ConfigError, Engine
 
 from .llm import FusionRAGLLM
-from .packing import pack
-from .prompting import (
-    MARK,
-    context_text,
-    context_variable,
-    count_frame_tokens,
-    default_refine_template,
-    default_text_qa_template,
-)
+from .modes import MODES, Job, Plan
+from .prompting import default_refine_template, default_text_qa_template
 from .trace import Trace
+
+STRUCTURED = "structured output (output_cls) takes LlamaIndex's own path; chunk caches are not used for it"
 
 
 class FusionRAGSynthesizer(BaseSynthesizer):
-    """Answers from whole nodes: all in one prompt where they fit, else refined over groups of whole nodes.
+    """Answers from whole nodes: all in one prompt where they fit, else over groups of whole nodes.
 
-    With another LLM than `FusionRAGLLM`, or with `output_cls`, it behaves as LlamaIndex's `CompactAndRefine`. What the
-    cache did is in `response.metadata["fusionrag"]` (see `Trace`); nodes that cannot fit are named there.
+    With another LLM than `FusionRAGLLM`, or with `output_cls`, it behaves as LlamaIndex's own synthesizer of that mode.
+    What the cache did is in `response.metadata["fusionrag"]` (see `Trace`); nodes that cannot fit are named there.
 
     Args:
         llm: None is `Settings.llm`.
+        response_mode: "compact", "refine", "simple_summarize" or "tree_summarize", as in LlamaIndex.
         text_qa_template: takes `context_str` and `query_str`. None renders to the engine's own layout, where the first
             chunk is an exact prefix.
         refine_template: takes `context_msg`, `query_str` and `existing_answer`.
+        summary_template: of "tree_summarize"; takes `context_str` and `query_str`.
         streaming: answer with a stream.
+        trace: where to note what the cache did; None is a new one for each response.
+
+    Raises:
+        ConfigError: the mode is none of these.
     """
 
     def __init__(
         self,
         llm: LLM | None = None,
         *,
+        response_mode: str | ResponseMode = ResponseMode.COMPACT,
         text_qa_template: BasePromptTemplate | None = None,
         refine_template: BasePromptTemplate | None = None,
+        summary_template: BasePromptTemplate | None = None,
         streaming: bool = False,
         callback_manager: CallbackManager | None = None,
+        trace: Trace | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(llm=llm, callback_manager=callback_manager, streaming=streaming, **settings)
-        self._given_qa = text_qa_template
-        self._given_refine = refine_template
+        self._mode = response_mode.value if isinstance(response_mode, ResponseMode) else response_mode
+        if self._mode not in MODES:
+            raise ConfigError(f"response_mode={response_mode!r} is not accepted; choose one of {', '.join(MODES)}")
+        self._given = {
+            "text_qa_template": text_qa_template,
+            "refine_template": refine_template,
+            "summary_template": summary_template,
+        }
+        self._trace = trace
 
     @classmethod
     def from_engine(cls, engine: Engine, **settings: Any) -> FusionRAGSynthesizer:
@@ -70,7 +82,7 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        trace = Trace()
+        trace = self._trace or Trace()
         travelling = {**response_kwargs, "retrieved_nodes": list(nodes), "fusionrag_trace": trace}
         return _annotate(super().synthesize(query, nodes, additional_source_nodes, **travelling), trace)
 
@@ -81,97 +93,89 @@ class FusionRAGSynthesizer(BaseSynthesizer):
         additional_source_nodes: Sequence[NodeWithScore] | None = None,
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
-        trace = Trace()
+        trace = self._trace or Trace()
         travelling = {**response_kwargs, "retrieved_nodes": list(nodes), "fusionrag_trace": trace}
         return _annotate(await super().asynthesize(query, nodes, additional_source_nodes, **travelling), trace)
 
     def get_response(
         self, query_str: str, text_chunks: Sequence[str], prev_response: Any = None, **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
-        llm, nodes, trace, others = self._unpack(response_kwargs)
-        if llm is None or not nodes:
-            return self._compact_and_refine().get_response(query_str, text_chunks, prev_response, **others)
-        answer: Any = prev_response
-        for group, is_last in self._groups(llm, query_str, nodes, trace, others):
-            template, arguments = self._arguments(llm, query_str, context_text(llm.engine, group), answer)
-            arguments.update(others, retrieved_nodes=group, fusionrag_trace=trace)
-            answer = (llm.stream if self._streaming and is_last else llm.predict)(template, **arguments)
+        plan, others = self._plan(query_str, prev_response, response_kwargs)
+        if plan is None:
+            return self._llama_index().get_response(query_str, text_chunks, **others)
+        llm: Any = self._llm
+        step = next(plan)
+        while not step.is_last:
+            step = plan.send([llm.predict(ask.template, **ask.arguments) for ask in step.asks])
+        (ask,) = step.asks
+        answer: Any = (llm.stream if self._streaming else llm.predict)(ask.template, **ask.arguments)
         return answer  # type: ignore[no-any-return]
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], prev_response: Any = None, **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
-        llm, nodes, trace, others = self._unpack(response_kwargs)
-        if llm is None or not nodes:
-            return await self._compact_and_refine().aget_response(query_str, text_chunks, prev_response, **others)
-        answer: Any = prev_response
-        for group, is_last in self._groups(llm, query_str, nodes, trace, others):
-            template, arguments = self._arguments(llm, query_str, context_text(llm.engine, group), answer)
-            arguments.update(others, retrieved_nodes=group, fusionrag_trace=trace)
-            answer = await (llm.astream if self._streaming and is_last else llm.apredict)(template, **arguments)
+        plan, others = self._plan(query_str, prev_response, response_kwargs)
+        if plan is None:
+            return await self._llama_index().aget_response(query_str, text_chunks, **others)
+        llm: Any = self._llm
+        step = next(plan)
+        while not step.is_last:
+            answers = await asyncio.gather(*(llm.apredict(ask.template, **ask.arguments) for ask in step.asks))
+            step = plan.send(answers)
+        (ask,) = step.asks
+        answer: Any = await (llm.astream if self._streaming else llm.apredict)(ask.template, **ask.arguments)
         return answer  # type: ignore[no-any-return]
 
-    def _unpack(
-        self, response_kwargs: dict[str, Any]
-    ) -> tuple[FusionRAGLLM | None, list[NodeWithScore], Trace, dict[str, Any]]:
+    def _plan(
+        self, query_str: str, previous: Any, response_kwargs: dict[str, Any]
+    ) -> tuple[Plan | None, dict[str, Any]]:
+        """The prompts to ask, or None and what LlamaIndex's own synthesizer is called with."""
         others = dict(response_kwargs)
-        nodes = others.pop("retrieved_nodes", None) or []
+        nodes: list[NodeWithScore] = others.pop("retrieved_nodes", None) or []
         trace = others.pop("fusionrag_trace", None) or Trace()
-        is_ours = isinstance(self._llm, FusionRAGLLM) and self._output_cls is None
-        return (self._llm if is_ours else None), nodes, trace, others  # type: ignore[return-value]
+        if isinstance(self._llm, FusionRAGLLM) and self._output_cls is not None:
+            trace.note(STRUCTURED)
+        elif isinstance(self._llm, FusionRAGLLM) and nodes:
+            first, again = self._templates(self._llm)
+            job = Job(self._llm, query_str, nodes, trace, first, again, others, previous)
+            return MODES[self._mode](job), {}
+        if self._mode in ("compact", "refine"):
+            others["prev_response"] = previous
+        return None, others
 
-    def _compact_and_refine(self) -> CompactAndRefine:
-        """LlamaIndex's own synthesizer with our templates."""
-        return CompactAndRefine(
+    def _llama_index(self) -> BaseSynthesizer:
+        """LlamaIndex's own synthesizer of this mode, with our templates."""
+        return get_response_synthesizer(
             llm=self._llm,
             callback_manager=self._callback_manager,
             prompt_helper=self._prompt_helper,
-            text_qa_template=self._given_qa,
-            refine_template=self._given_refine,
+            response_mode=ResponseMode(self._mode),
+            text_qa_template=self._given["text_qa_template"],
+            simple_template=self._given["text_qa_template"],
+            refine_template=self._given["refine_template"],
+            summary_template=self._given["summary_template"],
             output_cls=self._output_cls,
             streaming=self._streaming,
         )
 
-    def _groups(
-        self, llm: FusionRAGLLM, query_str: str, nodes: list[NodeWithScore], trace: Trace, others: dict[str, Any]
-    ) -> Iterator[tuple[list[NodeWithScore], bool]]:
-        """The nodes of each prompt, and whether it is the last one."""
-
-        def room(is_refined: bool) -> int:
-            num_answers = 2 if is_refined else 1  # the answer so far stands in a refine prompt
-            template, arguments = self._arguments(llm, query_str, MARK, "" if is_refined else None)
-            num_frame = count_frame_tokens(llm.engine, llm._get_messages(template, **{**arguments, **others}))
-            return llm.engine.max_context - num_frame - num_answers * llm.max_new_tokens
-
-        groups = pack(llm.engine, nodes, room, trace)
-        for number, group in enumerate(groups, start=1):
-            yield group, number == len(groups)
-
-    def _arguments(
-        self, llm: FusionRAGLLM, query_str: str, context: str, answer: Any
-    ) -> tuple[BasePromptTemplate, dict[str, Any]]:
-        """Template and its arguments for one prompt; `answer` is the answer so far, None before the first one."""
-        qa, refine = self._templates(llm)
-        template = qa if answer is None else refine
-        name = context_variable(template) or ("context_str" if answer is None else "context_msg")
-        arguments: dict[str, Any] = {"query_str": query_str, name: context}
-        if answer is not None:
-            arguments["existing_answer"] = str(answer)
-        return template, arguments
-
     def _templates(self, llm: FusionRAGLLM) -> tuple[BasePromptTemplate, BasePromptTemplate]:
-        qa = self._given_qa or default_text_qa_template(llm.engine)
-        return qa, self._given_refine or default_refine_template(llm.engine)
+        """Templates of a first prompt, and of one that improves an answer."""
+        first = self._given["summary_template" if self._mode == "tree_summarize" else "text_qa_template"]
+        again = self._given["refine_template"]
+        return first or default_text_qa_template(llm.engine), again or default_refine_template(llm.engine)
 
     def _get_prompts(self) -> PromptDictType:
-        if isinstance(self._llm, FusionRAGLLM):
-            qa, refine = self._templates(self._llm)
-            return {"text_qa_template": qa, "refine_template": refine}
-        return self._compact_and_refine()._get_prompts()
+        if not isinstance(self._llm, FusionRAGLLM):
+            return self._llama_index()._get_prompts()
+        first, again = self._templates(self._llm)
+        if self._mode == "tree_summarize":
+            return {"summary_template": first}
+        if self._mode == "simple_summarize":
+            return {"text_qa_template": first}
+        return {"text_qa_template": first, "refine_template": again}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        self._given_qa = prompts.get("text_qa_template", self._given_qa)
-        self._given_refine = prompts.get("refine_template", self._given_refine)
+        self._given.update({name: template for name, template in prompts.items() if name in self._given})
 
 
 def _annotate(response: RESPONSE_TYPE, trace: Trace) -> RESPONSE_TYPE:

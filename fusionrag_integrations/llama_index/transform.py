@@ -13,10 +13,12 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 from fusionrag_engine import Chunk, ChunkRecord, Engine, FusionRAGError, PrecomputeReport
 from fusionrag_integrations.chroma.record import KEYS, CacheRecord
 
-from .prompting import node_text
+from .pieces import node_text
 from .settings import refuse_unknown
 
 if TYPE_CHECKING:
+    from chromadb.api.models.Collection import Collection
+
     from fusionrag_integrations.chroma import ChromaCacheIndex
 
 logger = logging.getLogger("fusionrag")
@@ -26,8 +28,8 @@ class FusionRAGTransform(TransformComponent):
     """Computes plain and enriched caches of nodes, and notes in each node's metadata what was stored for it.
 
     Put it last, behind splitters, extractors and embeddings: it caches `get_content(MetadataMode.LLM)`, the text that
-    reaches the prompt, and takes `node.embedding` to find neighbours. Where a node has none, all get plain caches, or
-    are embedded by `EngineConfig(embed=...)`. Nodes are changed in place, input Documents are copied.
+    reaches the prompt, and takes `node.embedding` to find neighbours. A node that has none gets a plain cache; where
+    none has any, `EngineConfig(embed=...)` embeds them. Nodes are changed in place, input Documents are copied.
 
     An engine that fails leaves the nodes without caches, with a warning: the query computes them. `is_strict` raises
     instead.
@@ -52,7 +54,7 @@ class FusionRAGTransform(TransformComponent):
 
     def __init__(self, engine: Engine, cache_index: ChromaCacheIndex | None = None, **settings: Any) -> None:
         refuse_unknown(type(self), settings, beside=["engine", "cache_index"])
-        settings["settings_id"] = f"{engine.library.keys.namespace}/{engine.config.top_n}"
+        settings["settings_id"] = f"{engine.namespace}/{engine.config.top_n}"
         super().__init__(**settings)
         self._engine = engine
         self._cache_index = cache_index
@@ -103,7 +105,15 @@ class FusionRAGTransform(TransformComponent):
         try:
             chunks = [Chunk(node_text(node), id=node.node_id, scope=self.scope) for node in nodes]
             vectors = [node.embedding for node in nodes]
-            embeddings = vectors if vectors and all(vector is not None for vector in vectors) else None
+            num_without = vectors.count(None)
+            embeddings = None if num_without == len(vectors) else vectors
+            if embeddings is not None and num_without:
+                logger.warning(
+                    "%d of %d nodes have no embedding: they get plain caches, not enriched ones; put the embedding "
+                    "model before FusionRAGTransform",
+                    num_without,
+                    len(vectors),
+                )
             report = self._engine.precompute(chunks, embeddings=embeddings, show_progress=self.show_progress)
         except Exception as error:
             if self.is_strict:
@@ -114,6 +124,24 @@ class FusionRAGTransform(TransformComponent):
             return PrecomputeReport(records, num_chunks=len(nodes), num_skipped=len(nodes))
         logger.info("%s", report.summary())
         return report
+
+    def backfill(self, collection: Collection, *, with_embeddings: bool = True) -> PrecomputeReport:
+        """Compute the caches of the nodes that a Chroma collection holds already, and note them in its rows.
+
+        For nodes that LlamaIndex's Chroma vector store wrote before there were caches, or whose caches are gone; run
+        again, it computes nothing. Rows that LlamaIndex did not write are left alone, with a warning.
+
+        Args:
+            with_embeddings: take the rows' embeddings to find neighbours; False for embeddings that mean nothing.
+        """
+        from .backfill import read_nodes, write_records
+
+        nodes = read_nodes(collection)
+        if not with_embeddings:
+            for node in nodes:
+                node.embedding = None
+        write_records(collection, self(nodes))
+        return self.last_report
 
     def _index(self, found: dict[str, CacheRecord]) -> None:
         if self._cache_index is None:

@@ -204,6 +204,32 @@ def test_duplicate_chunks_in_one_request(make_engine: MakeEngine, method: str) -
     assert_same(ours.logits, full(engine, request).logits)
 
 
+def test_a_miss_that_may_not_be_stored_is_computed_and_forgotten(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    passing = Chunk("An answer to a sub-question.", id="doc-0", can_store=False)
+    engine.precompute(documents(1))
+    request = Request("Who signs?", [*documents(2), passing], recompute_ratio=1.0)
+    for _ in range(2):
+        found = engine.prefill(request)
+        assert found.stats.chunk_status[2] == "miss"
+        settle(engine)
+    assert_same(found.logits, full(engine, request).logits)
+    assert engine.has(passing).key is None
+    assert engine.has(documents(2)[1]).key is not None, "the other miss is stored"
+    assert engine.has(documents(1)[0]).key is not None, "and what its id names stays"
+
+
+def test_counts_of_each_chunk_add_up(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    chunks = documents(4)
+    engine.precompute(chunks[:3])
+    stats = engine.prefill(Request("Who signs?", chunks, recompute_ratio=0.4)).stats
+    assert stats.chunk_tokens == [engine.count_tokens(chunk.text) for chunk in chunks]
+    assert sum(stats.chunk_recomputed) == stats.num_recomputed_tokens > 0
+    assert stats.chunk_recomputed[0] == stats.chunk_recomputed[3] == 0, "an exact prefix and a miss"
+    assert all(count <= length for count, length in zip(stats.chunk_recomputed, stats.chunk_tokens, strict=True))
+
+
 def test_duplicate_misses_in_one_request_are_stored_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.prefill(Request("Who?", ["Same text.", "Same text.", "Same text."]))

@@ -233,6 +233,19 @@ def test_fingerprints_do_not_change_when_an_engine_uses_them(make_engine: MakeEn
     assert (model_fingerprint(model), tokenizer_fingerprint(tokenizer)) == before
 
 
+def test_a_fingerprint_is_of_the_tokens_alone(make_engine: MakeEngine) -> None:
+    """Model, scope and settings are in the key; two engines agree on the fingerprint."""
+    one, two = make_engine(), make_engine("qwen3", system_prompt="Other.")
+    records = [
+        engine.precompute([Chunk("Some text.", scope=scope)]).records[0] for engine in (one, two) for scope in ("", "s")
+    ]
+    assert len({record.key for record in records}) == 4
+    assert {record.fingerprint for record in records} == {one.fingerprint("Some text.")}
+    assert one.fingerprint("Some text!") != one.fingerprint("Some text.")
+    assert one.content_key(Chunk("Some text.", scope="s")) == records[1].key
+    assert one.namespace != two.namespace
+
+
 def test_text_that_differs_but_tokenizes_alike_shares_its_cache(make_engine: MakeEngine) -> None:
     """Keys are over token ids: what the model sees decides."""
     engine = make_engine()

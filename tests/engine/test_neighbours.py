@@ -55,7 +55,8 @@ BAD_EMBEDDINGS = {
     "a zero row": _embeddings(3) * np.array([[1], [0], [1]]),
     "rows of different lengths": [[1.0, 2.0], [1.0], [2.0, 3.0]],
     "words": [["a"], ["b"], ["c"]],
-    "None": [None, None, None],
+    "a bad row beside none": [None, [1.0, float("nan")], [1.0, 2.0]],
+    "too many rows, some none": [None, [1.0, 2.0], [2.0, 1.0], [1.0, 1.0]],
 }
 
 
@@ -70,6 +71,34 @@ def test_bad_embeddings_are_named_errors_and_store_nothing(make_engine: MakeEngi
 def test_a_bad_row_is_named(make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"\[1\]"):
         make_engine().precompute(documents(3), embeddings=BAD_EMBEDDINGS["a zero row"])
+
+
+def test_a_bad_row_keeps_its_number_beside_rows_that_are_none(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"chunks \[2\] are zero"):
+        make_engine().precompute(documents(3), embeddings=[[1.0, 2.0], None, [0.0, 0.0]])
+
+
+def test_a_chunk_without_an_embedding_gets_a_plain_cache_and_is_nobodys_neighbour(make_engine: MakeEngine) -> None:
+    """The others are enriched as if it were not there."""
+    vectors = _embeddings(5)
+    report = make_engine(top_n=4).precompute(documents(5), embeddings=[*vectors[:2], None, *vectors[3:]])
+    assert [record.kind for record in report.records] == ["enriched", "enriched", "plain", "enriched", "enriched"]
+    without = report.records[2].key
+    assert all(without not in record.neighbours and len(record.neighbours) in (0, 3) for record in report.records)
+    assert report.can_enrich
+
+
+def test_without_any_embedding_there_are_plain_caches(make_engine: MakeEngine) -> None:
+    report = make_engine().precompute(documents(2), embeddings=[None, None])
+    assert [record.kind for record in report.records] == ["plain", "plain"]
+    assert "plain caches only" in report.summary()
+
+
+def test_of_duplicates_the_one_with_an_embedding_counts(make_engine: MakeEngine) -> None:
+    first, second, third = documents(3)
+    twin = Chunk(first.text, id="twin")
+    report = make_engine().precompute([first, twin, second, third], embeddings=[None, *_embeddings(3)])
+    assert {record.kind for record in report.records} == {"enriched"}
 
 
 def test_neighbours_may_be_indices_or_ids(make_engine: MakeEngine) -> None:

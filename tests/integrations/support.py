@@ -87,6 +87,18 @@ def scored_nodes(texts: Sequence[str] = TEXTS) -> list[NodeWithScore]:
     ]
 
 
+def patch_forward(monkeypatch: Any, engine: Engine, before: Any) -> None:
+    """Call `before()` ahead of each forward pass of the engine's model, whoever asks for it."""
+    embedding = engine.model.get_input_embeddings()
+    own = embedding.forward
+
+    def forward(*args: Any, **settings: Any) -> Any:
+        before()
+        return own(*args, **settings)
+
+    monkeypatch.setattr(embedding, "forward", forward)
+
+
 def settle(engine: Engine) -> None:
     """Wait until the chunks met by earlier requests are in the store: every request waits for those before it."""
     engine.prefill(Request("settle", [], method="full"))

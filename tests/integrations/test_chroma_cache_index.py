@@ -21,7 +21,7 @@ from tests.integrations.support import new_collection, tiny_engine
 
 PLAIN = CacheRecord(key="aa", kind="plain", num_tokens=12)
 ENRICHED = CacheRecord(
-    key="bb", kind="enriched", num_tokens=7, scope="team", enriched_key="cc", neighbours=("aa", "dd")
+    key="bb", kind="enriched", num_tokens=7, scope="team", enriched_key="cc", neighbours=("aa", "dd"), fingerprint="ff"
 )
 
 
@@ -107,7 +107,9 @@ def test_unreadable_neighbours_do_not_lose_the_record(neighbours: Any) -> None:
 def test_chunk_records_without_a_cache_make_no_record() -> None:
     assert CacheRecord.from_chunk(ChunkRecord("node", None, reason="no tokens")) is None
     assert CacheRecord.from_chunk(ChunkRecord("node", "aa", num_tokens=12)) == PLAIN
-    assert CacheRecord.from_chunk(ChunkRecord("node", "bb", "cc", 7, ("aa", "dd"), "team")) == ENRICHED
+    assert (
+        CacheRecord.from_chunk(ChunkRecord("node", "bb", "cc", 7, ("aa", "dd"), "team", fingerprint="ff")) == ENRICHED
+    )
 
 
 def test_more_records_than_one_batch_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_a_second_ingestion_computes_nothing(engine: Engine) -> None:
     again = collection.get(include=["metadatas", "documents"])
     assert again["ids"] == rows["ids"]
     names = [name for name in rows["metadatas"][0] if name.startswith("fusionrag_")]
-    assert len(names) == 6
+    assert len(names) == 7
     assert [[row[name] for name in names] for row in again["metadatas"]] == [
         [row[name] for name in names] for row in rows["metadatas"]
     ]
@@ -138,7 +138,7 @@ async def test_text_that_changed_is_a_miss_with_its_reason(engine: Engine) -> No
     response = asked.synthesize(QueryBundle(QUESTION), nodes)
     changed = response.metadata["fusionrag"]["nodes"][1]
     assert (changed["node_id"], changed["status"]) == (nodes[1].node.node_id, "miss")
-    assert "no cache of this text" in changed["miss_reason"]
+    assert "the text differs from what was cached" in changed["miss_reason"]
     texts = [node.node.get_content(MetadataMode.LLM) for node in nodes]
     assert (
         engine.generate(Request(QUESTION, texts, recompute_ratio=1.0)).text

@@ -60,6 +60,44 @@ else:
     )
 
 
+def test_a_llama_index_query_without_langchain_and_chroma(repository: Path) -> None:
+    """The whole way from documents to an explained answer."""
+    run(
+        repository,
+        [*LANGCHAIN, *CHROMA],
+        """
+from fusionrag_integrations.explain import explain
+from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGSynthesizer, FusionRAGTransform
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import TextNode
+from fusionrag_engine import Engine, EngineConfig
+from tests.tiny_models import build_model, build_tokenizer
+from llama_index.core.embeddings import MockEmbedding
+engine = Engine(build_model("llama"), build_tokenizer(), EngineConfig(max_new_tokens=4))
+nodes = [TextNode(text=text, embedding=[1.0, float(number)]) for number, text in enumerate(["one", "two"])]
+index = VectorStoreIndex(FusionRAGTransform.from_engine(engine)(nodes), embed_model=MockEmbedding(embed_dim=2))
+llm = FusionRAGLLM.from_engine(engine)
+response = index.as_query_engine(llm=llm, response_synthesizer=FusionRAGSynthesizer(llm)).query("which?")
+assert sorted(row.status for row in explain(response).rows) == ["enriched", "prefix"], str(explain(response))
+engine.close()
+""",
+    )
+
+
+def test_explain_and_the_command_without_frameworks(repository: Path) -> None:
+    run(
+        repository,
+        [*LANGCHAIN, *LLAMA_INDEX, *CHROMA],
+        """
+from fusionrag_integrations.explain import explain
+from fusionrag_integrations.misses import why_missed
+from fusionrag_integrations.cli.main import app
+from fusionrag_engine import Stats
+assert "no chunks" in str(explain(Stats()))
+""",
+    )
+
+
 def test_chroma_adapter_without_frameworks_and_torch(repository: Path) -> None:
     """Records are read and written without the engine: no torch, no transformers."""
     run(

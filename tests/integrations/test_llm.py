@@ -22,10 +22,13 @@ from llama_index.core.instrumentation.events.llm import (
     LLMCompletionStartEvent,
 )
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import BaseOutputParser
 
 from fusionrag_engine import Engine, EngineConfig, FusionRAGError, Request, UnknownSettingError
+from fusionrag_integrations.explain import explain
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGTransform, default_text_qa_template
-from tests.integrations.support import QUESTION, TEXTS, scored_nodes, settle
+from fusionrag_integrations.llama_index.node_calls import prepare
+from tests.integrations.support import QUESTION, TEXTS, patch_forward, scored_nodes, settle
 
 STYLES = ["call", "stream", "async", "async_stream"]
 MESSAGES = [ChatMessage(role="system", content="Short."), ChatMessage(role="user", content=QUESTION)]
@@ -139,13 +142,25 @@ async def test_full_recomputation_is_ordinary_prefill(engine: Engine, style: str
         assert ours == full
 
 
+def test_nodes_may_come_without_scores(engine: Engine) -> None:
+    bare = [node.node for node in scored_nodes()]
+    FusionRAGTransform.from_engine(engine)(bare)
+    template = default_text_qa_template(engine)
+    llm = FusionRAGLLM.from_engine(engine)
+    assert (
+        llm.predict(template, query_str=QUESTION, retrieved_nodes=bare)
+        == engine.generate(Request(QUESTION, TEXTS)).text
+    )
+
+
 def test_raw_says_what_the_cache_did(engine: Engine) -> None:
     FusionRAGTransform.from_engine(engine)([node.node for node in scored_nodes(TEXTS[:4])])
     llm = FusionRAGLLM.from_engine(engine, recompute_ratio=0.0)
-    call, messages, _ = llm._node_call(
-        default_text_qa_template(engine), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    prepared = prepare(
+        llm, default_text_qa_template(engine), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
     )
-    raw = llm.chat(messages, fusionrag_call=call).raw
+    assert prepared is not None
+    raw = llm.chat(prepared.messages, fusionrag_call=prepared.call).raw
     assert isinstance(raw, dict)
     assert [(entry["node_id"], entry["status"]) for entry in raw["fusionrag"]["nodes"]] == [
         ("node-0", "prefix"),
@@ -158,6 +173,27 @@ def test_raw_says_what_the_cache_did(engine: Engine) -> None:
     assert raw["usage"]["prompt_tokens_details"]["cached_tokens"] == raw["fusionrag"]["num_reused_tokens"] > 0
     assert raw["fusionrag"]["num_recomputed_tokens"] == 0
     pickle.dumps(raw)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kind", ["chat", "complete"])
+async def test_any_answer_can_be_explained(engine: Engine, kind: str, style: str) -> None:
+    response = await ask(FusionRAGLLM.from_engine(engine), kind, style, MESSAGES if kind == "chat" else "Hello")
+    (call,) = explain(response).calls
+    assert call["num_prompt_tokens"] == response.raw["usage"]["prompt_tokens"]
+
+
+def test_an_output_parser_is_applied_or_refused(engine: Engine) -> None:
+    class Upper(BaseOutputParser):
+        def parse(self, output: str) -> Any:
+            return f"parsed: {output}"
+
+    template = PromptTemplate("{context_str} {query_str}")
+    llm = FusionRAGLLM.from_engine(engine, output_parser=Upper())
+    arguments: dict[str, Any] = {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    assert llm.predict(template, **arguments).startswith("parsed: ")
+    with pytest.raises(FusionRAGError, match="output parser"):
+        llm.stream(template, **arguments)
 
 
 def test_a_miss_is_stored_under_its_node(engine: Engine) -> None:
@@ -233,7 +269,7 @@ async def test_errors_of_the_engine_are_not_swallowed(
     def broken(*_args: Any, **_settings: Any) -> Any:
         raise ValueError("bad weights")
 
-    monkeypatch.setattr(engine, "_prefill", broken)
+    patch_forward(monkeypatch, engine, broken)
     with pytest.raises(FusionRAGError, match="bad weights"):
         await ask(FusionRAGLLM.from_engine(engine), "chat", style, MESSAGES)
     monkeypatch.undo()
@@ -248,13 +284,7 @@ async def test_errors_of_the_engine_are_not_swallowed(
 
 
 async def test_async_does_not_block_the_event_loop(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = engine._prefill
-
-    def slow(*args: Any, **settings: Any) -> Any:
-        time.sleep(0.3)
-        return own(*args, **settings)
-
-    monkeypatch.setattr(engine, "_prefill", slow)
+    patch_forward(monkeypatch, engine, lambda: time.sleep(0.1))
     task = asyncio.create_task(FusionRAGLLM.from_engine(engine).achat(MESSAGES))
     num_turns = 0
     while not task.done():
@@ -263,45 +293,47 @@ async def test_async_does_not_block_the_event_loop(engine: Engine, monkeypatch: 
     assert num_turns > 10
 
 
-class _Closed:
-    """Notes that the engine's stream was closed before its end."""
+def test_closing_a_stream_closes_the_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, closed = engine.stream, []
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.was_closed = False
-        own = engine._decode
+    def watched(request: Request) -> Any:
+        try:
+            yield from own(request)
+        except GeneratorExit:
+            closed.append(request)
+            raise
 
-        def watched(*args: Any, **settings: Any) -> Any:
-            try:
-                yield from own(*args, **settings)
-            except GeneratorExit:
-                self.was_closed = True
-                raise
-
-        monkeypatch.setattr(engine, "_decode", watched)
-
-
-def test_closing_a_stream_stops_the_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = _Closed(engine, monkeypatch)
+    monkeypatch.setattr(engine, "stream", watched)
     stream = FusionRAGLLM.from_engine(engine, max_new_tokens=500).stream_chat(MESSAGES)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert closed.was_closed
+    assert closed
 
 
-async def test_closing_an_async_stream_stops_the_generation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = _Closed(engine, monkeypatch)
+async def test_closing_an_async_stream_closes_the_engines(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, closed = engine.astream, []
+
+    async def watched(request: Request) -> Any:
+        try:
+            async for delta in own(request):
+                yield delta
+        except GeneratorExit:
+            closed.append(request)
+            raise
+
+    monkeypatch.setattr(engine, "astream", watched)
     stream: Any = await FusionRAGLLM.from_engine(engine, max_new_tokens=500).astream_chat(MESSAGES)
     await anext(stream)
     await stream.aclose()
     del stream
-    for _ in range(100):
+    for _ in range(100):  # LlamaIndex's wrapper lets go of our generator; the loop closes it a little later
         await asyncio.sleep(0.01)
-        if closed.was_closed:
+        if closed:
             break
-    assert closed.was_closed
+    assert closed
 
 
-def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
+async def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
     seen: list[Any] = []
     kinds = (LLMChatStartEvent, LLMChatEndEvent, LLMCompletionStartEvent, LLMCompletionEndEvent)
 
@@ -316,17 +348,17 @@ def test_one_start_and_one_end_event_a_call(engine: Engine) -> None:
     try:
         llm = FusionRAGLLM.from_engine(engine)
         template = default_text_qa_template(engine)
-        for call, expected in (
-            (lambda: llm.chat(MESSAGES), kinds[:2]),
-            (lambda: list(llm.stream_chat(MESSAGES)), kinds[:2]),
-            (lambda: llm.complete("Hello"), kinds[2:]),
-            (lambda: list(llm.stream_complete("Hello")), kinds[2:]),
-            (lambda: llm.predict(template, query_str=QUESTION, retrieved_nodes=scored_nodes()), kinds[:2]),
-            (lambda: list(llm.stream(template, query_str=QUESTION, retrieved_nodes=scored_nodes())), kinds[:2]),
-        ):
-            seen.clear()
-            call()
-            assert seen == list(expected)
+        arguments: dict[str, Any] = {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+        for style in STYLES:
+            for call, expected in (
+                (lambda style: ask(llm, "chat", style, MESSAGES), kinds[:2]),
+                (lambda style: ask(llm, "complete", style, "Hello"), kinds[2:]),
+                (lambda style: answer(llm, style, template, **arguments), kinds[:2]),
+                (lambda style: answer(llm, style, PromptTemplate("{query_str}"), query_str=QUESTION), kinds[:2]),
+            ):
+                seen.clear()
+                await call(style)
+                assert seen == list(expected)
     finally:
         dispatcher.event_handlers.remove(handler)
 
@@ -354,11 +386,12 @@ def test_a_copy_shares_the_engine_and_a_pickle_is_refused(engine: Engine) -> Non
 def test_a_system_prompt_of_the_llm_is_used(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="fusionrag")
     llm = FusionRAGLLM.from_engine(engine, system_prompt="Speak plainly.")
-    call, _, _ = llm._node_call(
-        PromptTemplate("{context_str} {query_str}"), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
+    prepared = prepare(
+        llm, PromptTemplate("{context_str} {query_str}"), {"query_str": QUESTION, "retrieved_nodes": scored_nodes()}
     )
-    assert call is not None
-    assert "Speak plainly." in call.prompt.text_around[0]
+    assert prepared is not None
+    assert prepared.call.prompt is not None
+    assert "Speak plainly." in prepared.call.prompt.text_around[0]
     assert not caplog.records
 
 

@@ -13,9 +13,10 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PRO
 
 from fusionrag_engine import Engine, Request
 from fusionrag_integrations.llama_index import FusionRAGLLM, default_text_qa_template
+from fusionrag_integrations.llama_index.node_calls import prepare
+from fusionrag_integrations.llama_index.pieces import context_text
 from fusionrag_integrations.llama_index.prompting import (
     MARK,
-    context_text,
     context_variable,
     default_refine_template,
     render_messages,
@@ -46,8 +47,9 @@ TEMPLATES: dict[str, Any] = {
 
 
 def request_of(llm: FusionRAGLLM, template: Any, question: str = QUESTION) -> Any:
-    call, _, _ = llm._node_call(template, {"query_str": question, "retrieved_nodes": scored_nodes()})
-    return call
+    prepared = prepare(llm, template, {"query_str": question, "retrieved_nodes": scored_nodes()})
+    assert prepared is not None
+    return prepared.call
 
 
 def test_the_default_template_is_the_engines_own_layout(make_engine: Callable[..., Engine]) -> None:
@@ -100,7 +102,7 @@ def test_the_refine_template_takes_its_own_variable(engine: Engine) -> None:
             PromptTemplate("{context_str} {query_str}", function_mappings={"context_str": lambda **_: "computed"}),
             "no plain context variable",
         ),
-        (PromptTemplate("{context_str} again: {context_str} {query_str}"), "2 times"),
+        (PromptTemplate("{context_str} again: {context_str} {query_str}"), "exactly once"),
     ],
 )
 def test_other_templates_take_the_plain_path_with_one_warning(
@@ -126,7 +128,7 @@ def test_text_of_users_cannot_move_the_context(engine: Engine) -> None:
     template = default_text_qa_template(engine)
     call = request_of(FusionRAGLLM.from_engine(engine), template, "what is {context_str} and {x}?")
     assert call.prompt.text_around[-1].count("what is {context_str} and {x}?") == 1
-    assert request_of(FusionRAGLLM.from_engine(engine), template, f"say {MARK}") is None
+    assert request_of(FusionRAGLLM.from_engine(engine), template, f"say {MARK}").prompt is None
     nodes = scored_nodes([f"a node about {MARK} and {{query_str}}", "another"])
     messages = FusionRAGLLM.from_engine(engine)._get_messages(template, context_str=MARK, query_str="q")
     found = split_prompt(engine, messages, nodes, "q", "")

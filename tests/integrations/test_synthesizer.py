@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.llms import MockLLM
-from llama_index.core.prompts import PromptTemplate
-from llama_index.core.response_synthesizers import CompactAndRefine
+from llama_index.core.prompts import PromptTemplate, RichPromptTemplate
+from llama_index.core.response_synthesizers import CompactAndRefine, ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from fusionrag_engine import ContextOverflowError, Engine, Request
+from fusionrag_engine import ConfigError, ContextOverflowError, Engine, Request
 from fusionrag_integrations.llama_index import FusionRAGLLM, FusionRAGSynthesizer, FusionRAGTransform
-from tests.integrations.support import QUESTION, TEXTS, scored_nodes, statuses
+from fusionrag_integrations.llama_index.synthesizer import STRUCTURED
+from tests.integrations.support import QUESTION, TEXTS, patch_forward, scored_nodes, statuses
 
 STYLES = ["call", "stream", "async", "async_stream"]
 
@@ -70,6 +71,107 @@ async def test_too_many_nodes_are_refined_over_groups_of_whole_nodes(
     assert len(info["calls"]) == len(info["groups"])
     assert all(call["num_prompt_tokens"] + 8 <= 200 for call in info["calls"]), "each prompt has room for its answer"
     assert "miss" not in statuses(response).values(), "whole nodes keep their caches"
+
+
+MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("room", [4096, 200])
+async def test_every_mode_at_ratio_1_is_ordinary_prefill(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, style: str, mode: str, room: int
+) -> None:
+    """In one prompt where all nodes fit, else over several; each node is asked whole, once, and is a hit."""
+    engine = crowded(make_engine, monkeypatch, room)
+    FusionRAGTransform.from_engine(engine)([node.node for node in scored_nodes()])
+    answers = []
+    for settings in ({"method": "full"}, {"recompute_ratio": 1.0}):
+        synthesizer = FusionRAGSynthesizer(FusionRAGLLM.from_engine(engine, **settings), response_mode=mode)
+        answer, response = await synthesize(synthesizer, style, scored_nodes())
+        answers.append(answer)
+    assert answers[0] == answers[1]
+    info = response.metadata["fusionrag"]
+    names = [f"node-{number}" for number in range(5)]
+    dropped = [entry["node_id"] for entry in info["dropped_nodes"]]
+    assert sorted([name for group in info["groups"] for name in group] + dropped) == names
+    assert set(statuses(response)) == set(names) - set(dropped)
+    assert "miss" not in statuses(response).values()
+    num_groups = len(info["groups"])
+    if mode == "refine":
+        assert num_groups == 5
+    elif mode == "simple_summarize":
+        assert num_groups == 1
+        assert bool(dropped) == (room == 200)
+    else:
+        assert (num_groups > 1) == (room == 200)
+    assert len(info["calls"]) == num_groups + (mode == "tree_summarize" and num_groups > 1)
+    assert all(call["num_prompt_tokens"] + 8 <= room for call in info["calls"])
+
+
+def test_simple_leaves_out_the_lowest_scores_first(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = crowded(make_engine, monkeypatch, 200)
+    nodes = scored_nodes()
+    nodes[0].score, nodes[3].score = 0.01, None
+    info = FusionRAGSynthesizer.from_engine(engine, response_mode="simple_summarize").synthesize(QUESTION, nodes)
+    dropped = [entry["node_id"] for entry in info.metadata["fusionrag"]["dropped_nodes"]]
+    assert dropped[:2] == ["node-3", "node-0"]
+    assert "the nodes have" in info.metadata["fusionrag"]["dropped_nodes"][0]["reason"]
+
+
+def test_a_tree_goes_on_until_one_answer_is_left(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty nodes, a few a prompt; their answers again a few a prompt."""
+    engine = crowded(make_engine, monkeypatch, 150)
+    texts = [f"Note {number}: {text}" for number in range(4) for text in TEXTS]
+    llm = FusionRAGLLM.from_engine(engine, max_new_tokens=16)
+    response = FusionRAGSynthesizer(llm, response_mode="tree_summarize").synthesize(QUESTION, scored_nodes(texts))
+    info = response.metadata["fusionrag"]
+    over_answers = [call for call in info["calls"] if not call["chunk_status"]]
+    assert len(info["calls"]) - len(over_answers) == len(info["groups"]) > 3
+    assert len(over_answers) > 2, "two levels at least"
+    assert info["calls"][-1] is over_answers[-1]
+
+
+def test_a_tree_that_cannot_shrink_says_so(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = crowded(make_engine, monkeypatch, 140)
+    monkeypatch.setattr(FusionRAGLLM, "predict", lambda *_args, **_settings: "a long answer " * 8)
+    llm = FusionRAGLLM.from_engine(engine, max_new_tokens=8)
+    with pytest.raises(ContextOverflowError, match=r"no two of 3 partial answers.*lower max_new_tokens"):
+        FusionRAGSynthesizer(llm, response_mode="tree_summarize").synthesize(QUESTION, scored_nodes())
+
+
+def test_unknown_modes_are_refused(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"response_mode='accumulate'.*tree_summarize"):
+        FusionRAGSynthesizer.from_engine(engine, response_mode="accumulate")
+    assert FusionRAGSynthesizer.from_engine(engine, response_mode=ResponseMode.REFINE)._mode == "refine"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("mode", MODES)
+async def test_with_another_llm_every_mode_is_llama_indexs(style: str, mode: Any) -> None:
+    ours = FusionRAGSynthesizer(MockLLM(), response_mode=mode)
+    theirs: Any = get_response_synthesizer(llm=MockLLM(), response_mode=mode)
+    assert (await synthesize(ours, style, scored_nodes()))[0] == (await synthesize(theirs, style, scored_nodes()))[0]
+
+
+@pytest.mark.parametrize("style", STYLES)
+async def test_rich_templates_and_partials(engine: Engine, style: str) -> None:
+    FusionRAGTransform.from_engine(engine)([node.node for node in scored_nodes()])
+    template = RichPromptTemplate(
+        "{% chat role='system' %}{{ tone }}. Use: {{ context_str }}{% endchat %}"
+        "{% chat role='user' %}{{ query_str }}{% endchat %}"
+    ).partial_format(tone="Kindly")
+    answers = []
+    for settings in ({"method": "full"}, {"recompute_ratio": 1.0}):
+        synthesizer = FusionRAGSynthesizer(FusionRAGLLM.from_engine(engine, **settings), text_qa_template=template)
+        answer, response = await synthesize(synthesizer, style, scored_nodes())
+        answers.append(answer)
+    assert answers[0] == answers[1]
+    assert set(statuses(response).values()) == {"plain"}
 
 
 def test_the_prompts_are_filled(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,16 +246,40 @@ async def test_with_another_llm_it_is_compact_and_refine(style: str) -> None:
     assert response.metadata["fusionrag"]["stats"] is None
 
 
-def test_structured_output_takes_the_plain_path(engine: Engine) -> None:
+class JsonLLM(FusionRAGLLM):
+    """Answers with JSON, whatever it is asked: a tiny model cannot."""
+
+    def chat(self, messages: Any, **kwargs: Any) -> Any:
+        response = super().chat(messages, **kwargs)
+        response.message.content = '{"text": "at noon"}'
+        return response
+
+    async def achat(self, messages: Any, **kwargs: Any) -> Any:
+        response = await super().achat(messages, **kwargs)
+        response.message.content = '{"text": "at noon"}'
+        return response
+
+
+class Answer(BaseModel):
+    text: str
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize"])
+async def test_structured_output_takes_llama_indexs_path(engine: Engine, mode: str) -> None:
     """The class is asked for, so the answer must not silently be a string."""
-
-    class Answer(BaseModel):
-        text: str
-
-    synthesizer = FusionRAGSynthesizer(FusionRAGLLM.from_engine(engine), output_cls=Answer)
-    _, nodes, _, _ = synthesizer._unpack({"retrieved_nodes": scored_nodes()})
-    assert nodes
-    assert synthesizer._unpack({})[0] is None
+    synthesizer = FusionRAGSynthesizer(
+        JsonLLM.from_engine(engine), output_cls=None if mode == "simple_summarize" else Answer, response_mode=mode
+    )
+    for response in (
+        synthesizer.synthesize(QUESTION, scored_nodes(TEXTS[:2])),
+        await synthesizer.asynthesize(QUESTION, scored_nodes(TEXTS[:2])),
+    ):
+        if mode == "simple_summarize":  # LlamaIndex's has no structured output at all
+            assert response.response == '{"text": "at noon"}'
+            assert response.metadata["fusionrag"]["notes"] == []
+        else:
+            assert response.response == Answer(text="at noon")
+            assert response.metadata["fusionrag"]["notes"] == [STRUCTURED]
 
 
 def test_templates_are_read_and_replaced_by_their_names(engine: Engine) -> None:
@@ -163,6 +289,15 @@ def test_templates_are_read_and_replaced_by_their_names(engine: Engine) -> None:
     synthesizer.update_prompts({"text_qa_template": template})
     assert synthesizer.get_prompts()["text_qa_template"].template == template.template  # type: ignore[attr-defined]
     assert {"text_qa_template", "refine_template"} <= set(FusionRAGSynthesizer(MockLLM()).get_prompts())
+    tree = FusionRAGSynthesizer.from_engine(engine, response_mode="tree_summarize")
+    assert set(tree.get_prompts()) == {"summary_template"}
+    tree.update_prompts({"summary_template": template})
+    used = tree.synthesize(QUESTION, scored_nodes()).metadata["fusionrag"]["stats"]["num_prompt_tokens"]
+    whole = "\n\n".join(TEXTS)
+    rendered = engine.render_chat([{"role": "user", "content": f"Read {whole} and say: {QUESTION}"}])
+    assert abs(used - engine.count_tokens(rendered)) < 12, "pieces are tokenized apart"
+    simple = FusionRAGSynthesizer.from_engine(engine, response_mode="simple_summarize")
+    assert set(simple.get_prompts()) == {"text_qa_template"}
 
 
 def test_partial_variables_travel_to_the_template(engine: Engine) -> None:
@@ -182,9 +317,9 @@ def test_query_bundles_and_additional_sources_are_accepted(engine: Engine) -> No
 
 
 def test_an_engine_error_is_raised_not_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_args: Any, **_settings: Any) -> Any:
+    def broken() -> None:
         raise TypeError("a library changed")
 
-    monkeypatch.setattr(engine, "_prefill", broken)
+    patch_forward(monkeypatch, engine, broken)
     with pytest.raises(RuntimeError, match="a library changed"):
         FusionRAGSynthesizer.from_engine(engine).synthesize(QUESTION, scored_nodes())
