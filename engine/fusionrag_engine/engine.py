@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from .assemble import Assembler
-from .config import EngineConfig
+from .config import EngineConfig, check_number
 from .decode import Sampler, TextStream, end_tokens
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .keys import CacheKeys, model_fingerprint, tokenizer_fingerprint
 from .layout import Prompt, PromptLayout
-from .library import ChunkLibrary
-from .loading import check_ready_model, load_pretrained, local_directory
+from .loading import check_ready_model, load_pretrained
 from .online import Prefilled, Prefiller
+from .opening import open_library
+from .plan import StoragePlan, plan_storage
 from .precompute import Precomputer
+from .refresh import Deadline, RefreshReport
 from .rope import read_rope
 from .runner import ModelRunner, Rows
 from .selectors import resolve_selector
@@ -29,6 +32,8 @@ from .selfcheck import refuse_by_config, self_check
 from .types import Chunk, ChunkRecord, Generation, PrecomputeReport, Prefill, Request, TokenDelta, as_chunks
 
 logger = logging.getLogger("fusionrag")
+
+COUNTERS = ("num_requests", "num_prefix", "num_enriched", "num_plain", "num_miss")
 
 
 class Engine:
@@ -46,7 +51,6 @@ class Engine:
     def __init__(self, model: Any, tokenizer: Any, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
         resolve_selector(config.selector)
-        cache_dir = local_directory(config.cache_dir)
         refuse_by_config(model)
         check_ready_model(model, config)
         self.model = model
@@ -66,7 +70,8 @@ class Engine:
             codec=config.codec,
             prefix_ids=self.layout.prefix_ids,
         )
-        self.library = ChunkLibrary(keys, cache_dir, config.host_bytes, config.disk_bytes)
+        self.library = open_library(keys, config, self.runner.device)
+        self.library.catalog.set_facts(self._facts())
         self._precomputer = Precomputer(
             self.runner,
             rope,
@@ -75,12 +80,21 @@ class Engine:
             top_n=config.top_n,
             max_context=self.max_context,
             max_rows=config.prefill_tokens,
+            keep_plain=config.keep_plain,
         )
-        assembler = Assembler(rope, self.layout, self.library, top_n=config.top_n, on_miss=config.on_miss)
+        assembler = Assembler(
+            rope,
+            self.layout,
+            self.library,
+            top_n=config.top_n,
+            on_miss=config.on_miss,
+            keep_plain=config.keep_plain,
+        )
         self._prefiller = Prefiller(self.runner, assembler, self._precomputer, prefill_tokens=config.prefill_tokens)
 
         self._is_closed = False
-        self._counts = {"num_requests": 0, "num_prefix": 0, "num_enriched": 0, "num_plain": 0, "num_miss": 0}
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._scope_counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
         self._counts_lock = threading.Lock()
         self._async_worker = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-async")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-background")
@@ -190,31 +204,95 @@ class Engine:
 
         self._in_background(load)
 
-    def gc(self) -> int:
-        """Remove files that belong to no chunk and what interrupted writers left; returns how many."""
-        self._check_open()
-        return self.library.gc()
+    def refresh(
+        self,
+        *,
+        budget: int | None = None,
+        budget_s: float | None = None,
+        scope: str | None = None,
+        show_progress: bool = False,
+        dry_run: bool = False,
+    ) -> RefreshReport:
+        """Enrich again the chunks whose best neighbours changed after later ingestions, or that lost an enriched cache
+        with a deleted neighbour; the most changed first.
 
-    def verify(self) -> list[str]:
-        """Read back every stored cache. Bad files are moved aside; returns one line a problem, none when all is
-        well."""
+        Args:
+            budget: chunks to enrich at most. `budget_s`: begin no more after so many seconds. None: no limit.
+            scope: only this scope.
+            dry_run: only find them.
+        """
         self._check_open()
-        return self.library.verify()
+        for name, value in (("budget", budget), ("budget_s", budget_s)):
+            if value is not None:
+                check_number(name, value, lambda number: number >= 0, "None or a number of at least 0")
+        self._settle()
+        with _ProgressBars(show_progress) as bars:
+            return self._precomputer.refresh(scope, Deadline(budget, budget_s), bars.open, is_dry_run=dry_run)
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the engine was made, and what the store holds."""
+    def gc(self, *, live: Iterable[str] | None = None, grace_s: float = 3600.0, dry_run: bool = False) -> int:
+        """Remove files that belong to no chunk and what interrupted writers left; returns how many things went.
+
+        Args:
+            live: keys of the chunks that are still referred to, for instance `ChromaCacheIndex.keys()`: all others are
+                deleted, caches met online included. None: every recorded chunk stays.
+            grace_s: chunks ingested or used within so many seconds stay, whatever `live` says. An ingestion that is
+                running writes its references after its caches.
+            dry_run: only count.
+        """
         self._check_open()
-        store = self.library.store
-        rows = self.library.catalog.all()
+        self._settle()
+        keys = None if live is None else set(live)
+        return self.library.gc(keys, grace_s, is_dry_run=dry_run).num_removed
+
+    def verify(self, *, repair: bool = False) -> list[str]:
+        """Read back every stored cache. Bad files are moved aside; returns one line a problem, none when all is well.
+
+        With `repair` the catalog forgets what is missing or bad, so that `precompute` and `refresh` make it again.
+        """
+        self._check_open()
+        return [str(problem) for problem in self.library.verify(can_repair=repair)]
+
+    def stats(self, *, scope: str | None = None) -> dict[str, Any]:
+        """Counters since the engine was made, and what the store holds. With `scope`, those of one scope alone: what is
+        to be shown to its tenant."""
+        self._check_open()
+        num_chunks, num_enriched = self.library.catalog.counts(scope)
         with self._counts_lock:
-            counts = dict(self._counts)
+            counts = dict(self._counts if scope is None else self._scope_counts[scope])
+        result: dict[str, Any] = {**counts, "num_chunks": num_chunks, "num_enriched_chunks": num_enriched}
+        if scope is None:
+            store = self.library.store
+            result["host_entries"] = len(store.host)
+            result["host_bytes"] = store.host.num_bytes
+            result["disk_bytes"] = 0 if store.disk is None else sum(size for _, size in store.disk.list())
+            result["tiers"] = store.stats()
+            prefixes = self.library.prefixes.tier
+            held = {"num_entries": len(prefixes), "num_bytes": prefixes.num_bytes, "budget": prefixes.budget}
+            result["prefix_index"] = {**held, **prefixes.counts.as_dict()}
+        return result
+
+    def plan(self, chunks: Sequence[Chunk | str], *, codec: str | None = None) -> StoragePlan:
+        """Bytes that `precompute` of these chunks would store, before anything is computed."""
+        self._check_open()
+        token_counts = {tuple(self.layout.tokenize(chunk.text)) for chunk in as_chunks(chunks)}
+        return plan_storage(
+            [len(ids) for ids in token_counts if ids],
+            self.runner.shape,
+            self.runner.dtype,
+            codec=codec or self.config.codec,
+            keep_plain=self.config.keep_plain,
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What the caches are computed with, in words; the keys hold the exact digests."""
+        shape = self.runner.shape
         return {
-            **counts,
-            "num_chunks": len(rows),
-            "num_enriched_chunks": sum(row.enriched_key is not None for row in rows),
-            "host_entries": len(store.host),
-            "host_bytes": store.host.num_bytes,
-            "disk_bytes": 0 if store.disk is None else sum(size for _, size in store.disk.list()),
+            "model": self.model_name,
+            "dtype": str(self.runner.dtype).removeprefix("torch."),
+            "codec": self.config.codec,
+            "top_n": self.config.top_n,
+            "system_prompt": self.config.system_prompt,
+            "kv_shape": [shape.num_layers, shape.num_kv_heads, shape.key_dim, shape.value_dim],
         }
 
     # Prompts, for adapters
@@ -329,9 +407,12 @@ class Engine:
         )
         with self._counts_lock:
             self._counts["num_requests"] += 1
+            for scope in {chunk.scope for chunk in as_chunks(request.chunks)}:
+                self._scope_counts[scope]["num_requests"] += 1
             if request.method != "full":
-                for status in done.stats.chunk_status:
+                for chunk, status in zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True):
                     self._counts[f"num_{status}"] += 1
+                    self._scope_counts[chunk.scope][f"num_{status}"] += 1
         return done
 
     def _store_misses(self, request: Request, done: Prefilled) -> None:

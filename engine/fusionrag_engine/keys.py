@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the stored rows. Raise it whenever what is stored, or how it is computed, changes."""
 
 _VOLATILE = (

@@ -56,9 +56,9 @@ class ChromaCacheIndex:
     @classmethod
     def from_engine(cls, engine: Engine, **settings: Any) -> ChromaCacheIndex:
         """As `open`; given neither `path` nor `client`, in `chroma` below the engine's `cache_dir`."""
-        from fusionrag_engine.loading import local_directory
+        from fusionrag_engine.opening import catalog_directory
 
-        directory = local_directory(engine.config.cache_dir)
+        directory = catalog_directory(engine.config)
         if directory is not None and not settings.keys() & {"path", "client"}:
             settings["path"] = directory / "chroma"
         return cls.open(**settings)
