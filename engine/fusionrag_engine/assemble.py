@@ -20,8 +20,8 @@ from .types import ChunkStatus, Request, as_chunks
 def place_entry(canvas: Canvas, rope: Rope, entry: Entry, position: int) -> None:
     """Write an entry's rows to `position ...` of the canvas: decoded, keys moved there in float32, cast once."""
     stop = position + len(entry.token_ids)
-    keys, values = decode(entry.copy_to(canvas.keys.device) if entry.is_lossy else entry)
-    rope.place(keys.to(canvas.keys.device), position - entry.start, canvas.keys[:, :, position:stop])
+    keys, values = decode(entry.to(canvas.keys.device))
+    rope.place(keys, position - entry.start, canvas.keys[:, :, position:stop])
     canvas.values[:, :, position:stop].copy_(values)
 
 

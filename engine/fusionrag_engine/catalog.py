@@ -207,7 +207,7 @@ class Catalog(Database):
 
     def note_missing(self, key: str) -> None:
         """As `note_removed`, found out by a request."""
-        self._note(("DELETE FROM files WHERE key = ?", (key,)))
+        self._note(("DELETE FROM files WHERE key = ? AND num_bytes > 0", (key,)))
 
     def note_uses(self, heat: Mapping[str, float]) -> None:
         """Note how hot stored caches are now."""
@@ -216,8 +216,9 @@ class Catalog(Database):
         self._note(*((query, (value, moment, key)) for key, value in heat.items()))
 
     def is_stored(self, key: str, tier: str | None = None) -> bool:
+        """Whether a tier (None: any) should hold a cache; one that is only announced does not count."""
         where, values = ("", ()) if tier is None else (" AND tier = ?", (tier,))
-        return bool(self._look(f"SELECT 1 FROM files WHERE key = ?{where}", (key, *values)))
+        return bool(self._look(f"SELECT 1 FROM files WHERE key = ? AND num_bytes > 0{where}", (key, *values)))
 
     def stored(self) -> list[tuple[str, str, int]]:
         """`(key, tier, bytes)` of every cache that a durable tier should hold."""

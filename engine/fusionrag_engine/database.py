@@ -19,6 +19,8 @@ logger = logging.getLogger("fusionrag")
 
 BUSY_S = 60
 """How long a write waits for another process that writes, in seconds."""
+_CLOSED = (-1, -1)
+"""No file's identity: nothing is open, so the next call opens."""
 
 
 class Database:
@@ -33,7 +35,7 @@ class Database:
         self._schema = schema
         self._lock = threading.RLock()
         self._read_lock = self._lock if path is None else threading.RLock()
-        self._file_id: tuple[int, int] | None = None
+        self._file_id: tuple[int, int] | None = _CLOSED
         self._has_warned = False
         try:
             self._open()
@@ -41,7 +43,9 @@ class Database:
             self._start_again(error)
 
     def _open(self) -> None:
-        self._file_id = None
+        self._file_id = _CLOSED
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         db = sqlite3.connect(self.path or ":memory:", check_same_thread=False, timeout=BUSY_S)
         try:
             db.execute("PRAGMA journal_mode = WAL")
@@ -74,7 +78,7 @@ class Database:
         with self._read_lock, self._lock, FileLocks(self.path.parent / "locks").hold("_catalog"):
             self._close()
             # Another process may have been quicker: then what lies there now is whole.
-            if self._file_id in (None, _file_id(self.path)):
+            if self._file_id in (_CLOSED, _file_id(self.path)):
                 self._move_aside(self.path, error)
             self._open()
 

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from .assemble import Assembler
-from .config import EngineConfig, check_number
+from .config import EngineConfig
 from .decode import Sampler, TextStream, end_tokens
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .keys import CacheKeys, model_fingerprint, tokenizer_fingerprint
 from .layout import Prompt, PromptLayout
 from .loading import check_ready_model, load_pretrained
+from .maintenance import COUNTERS, Maintenance
 from .online import Prefilled, Prefiller
 from .opening import open_library
-from .plan import StoragePlan, plan_storage
 from .precompute import Precomputer
-from .refresh import Deadline, RefreshReport
+from .progress import ProgressBars
 from .rope import read_rope
 from .runner import ModelRunner, Rows
 from .selectors import resolve_selector
@@ -33,10 +33,8 @@ from .types import Chunk, ChunkRecord, Generation, PrecomputeReport, Prefill, Re
 
 logger = logging.getLogger("fusionrag")
 
-COUNTERS = ("num_requests", "num_prefix", "num_enriched", "num_plain", "num_miss")
 
-
-class Engine:
+class Engine(Maintenance):
     """A causal LM that answers over cached chunks. Safe to call from several threads.
 
     Args:
@@ -161,7 +159,7 @@ class Engine:
             raise ConfigError("embeddings and neighbours were both given; give one of them")
         if embeddings is None and neighbours is None and self.config.embed is not None and chunks:
             embeddings = self.config.embed([chunk.text for chunk in chunks])
-        with _ProgressBars(show_progress) as bars:
+        with ProgressBars(show_progress) as bars:
             return self._precomputer.run(chunks, embeddings, neighbours, bars.open)
 
     def has(self, chunk: Chunk | str) -> ChunkRecord:
@@ -203,97 +201,6 @@ class Engine:
                     self.library.plain(token_ids, chunk.scope)
 
         self._in_background(load)
-
-    def refresh(
-        self,
-        *,
-        budget: int | None = None,
-        budget_s: float | None = None,
-        scope: str | None = None,
-        show_progress: bool = False,
-        dry_run: bool = False,
-    ) -> RefreshReport:
-        """Enrich again the chunks whose best neighbours changed after later ingestions, or that lost an enriched cache
-        with a deleted neighbour; the most changed first.
-
-        Args:
-            budget: chunks to enrich at most. `budget_s`: begin no more after so many seconds. None: no limit.
-            scope: only this scope.
-            dry_run: only find them.
-        """
-        self._check_open()
-        for name, value in (("budget", budget), ("budget_s", budget_s)):
-            if value is not None:
-                check_number(name, value, lambda number: number >= 0, "None or a number of at least 0")
-        self._settle()
-        with _ProgressBars(show_progress) as bars:
-            return self._precomputer.refresh(scope, Deadline(budget, budget_s), bars.open, is_dry_run=dry_run)
-
-    def gc(self, *, live: Iterable[str] | None = None, grace_s: float = 3600.0, dry_run: bool = False) -> int:
-        """Remove files that belong to no chunk and what interrupted writers left; returns how many things went.
-
-        Args:
-            live: keys of the chunks that are still referred to, for instance `ChromaCacheIndex.keys()`: all others are
-                deleted, caches met online included. None: every recorded chunk stays.
-            grace_s: chunks ingested or used within so many seconds stay, whatever `live` says. An ingestion that is
-                running writes its references after its caches.
-            dry_run: only count.
-        """
-        self._check_open()
-        self._settle()
-        keys = None if live is None else set(live)
-        return self.library.gc(keys, grace_s, is_dry_run=dry_run).num_removed
-
-    def verify(self, *, repair: bool = False) -> list[str]:
-        """Read back every stored cache. Bad files are moved aside; returns one line a problem, none when all is well.
-
-        With `repair` the catalog forgets what is missing or bad, so that `precompute` and `refresh` make it again.
-        """
-        self._check_open()
-        return [str(problem) for problem in self.library.verify(can_repair=repair)]
-
-    def stats(self, *, scope: str | None = None) -> dict[str, Any]:
-        """Counters since the engine was made, and what the store holds. With `scope`, those of one scope alone: what is
-        to be shown to its tenant."""
-        self._check_open()
-        num_chunks, num_enriched = self.library.catalog.counts(scope)
-        with self._counts_lock:
-            counts = dict(self._counts if scope is None else self._scope_counts[scope])
-        result: dict[str, Any] = {**counts, "num_chunks": num_chunks, "num_enriched_chunks": num_enriched}
-        if scope is None:
-            store = self.library.store
-            result["host_entries"] = len(store.host)
-            result["host_bytes"] = store.host.num_bytes
-            result["disk_bytes"] = 0 if store.disk is None else sum(size for _, size in store.disk.list())
-            result["tiers"] = store.stats()
-            prefixes = self.library.prefixes.tier
-            held = {"num_entries": len(prefixes), "num_bytes": prefixes.num_bytes, "budget": prefixes.budget}
-            result["prefix_index"] = {**held, **prefixes.counts.as_dict()}
-        return result
-
-    def plan(self, chunks: Sequence[Chunk | str], *, codec: str | None = None) -> StoragePlan:
-        """Bytes that `precompute` of these chunks would store, before anything is computed."""
-        self._check_open()
-        token_counts = {tuple(self.layout.tokenize(chunk.text)) for chunk in as_chunks(chunks)}
-        return plan_storage(
-            [len(ids) for ids in token_counts if ids],
-            self.runner.shape,
-            self.runner.dtype,
-            codec=codec or self.config.codec,
-            keep_plain=self.config.keep_plain,
-        )
-
-    def _facts(self) -> dict[str, Any]:
-        """What the caches are computed with, in words; the keys hold the exact digests."""
-        shape = self.runner.shape
-        return {
-            "model": self.model_name,
-            "dtype": str(self.runner.dtype).removeprefix("torch."),
-            "codec": self.config.codec,
-            "top_n": self.config.top_n,
-            "system_prompt": self.config.system_prompt,
-            "kv_shape": [shape.num_layers, shape.num_kv_heads, shape.key_dim, shape.value_dim],
-        }
 
     # Prompts, for adapters
 
@@ -422,7 +329,7 @@ class Engine:
         pairs = zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True)
         missing = [chunk for chunk, status in pairs if status == "miss"]
         if missing and not self._is_closed:
-            self._in_background(lambda: self._precomputer.run(missing, None, None, _ProgressBars(False).open))
+            self._in_background(lambda: self._precomputer.run(missing, None, None, ProgressBars(False).open))
 
     def _settle(self) -> None:
         """Wait until the chunks met by earlier requests are in the store."""
@@ -449,26 +356,3 @@ def _collect(deltas: Sequence[TokenDelta]) -> Generation:
     assert last.finish_reason is not None
     token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
     return Generation("".join(delta.text for delta in deltas), token_ids, last.finish_reason, last.stats)
-
-
-class _ProgressBars:
-    """The progress bars of one call, one after the other."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self.is_shown = is_shown
-        self._bar: Any = None
-
-    def open(self, total: int, phase: str) -> Any:
-        """Begin the bar of a phase; returns its `update`."""
-        from tqdm.auto import tqdm
-
-        self.__exit__()
-        self._bar = tqdm(total=total, desc=phase, unit="chunk", disable=not self.is_shown or total == 0)
-        return self._bar.update
-
-    def __enter__(self) -> _ProgressBars:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

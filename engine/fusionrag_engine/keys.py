@@ -82,6 +82,13 @@ class CacheKeys:
             prefix_ids=list(prefix_ids),
         )
 
+    @classmethod
+    def of(cls, namespace: str) -> CacheKeys:
+        """Keys in a namespace that is known by its digest only."""
+        keys = cls.__new__(cls)
+        keys.namespace = namespace
+        return keys
+
     def plain(self, token_ids: Sequence[int], scope: str) -> str:
         """Key of the cache of a chunk behind `P` alone; also the chunk's identity in its scope."""
         return digest(namespace=self.namespace, kind="plain", scope=scope, token_ids=list(token_ids))

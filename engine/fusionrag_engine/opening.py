@@ -29,14 +29,14 @@ def open_library(keys: CacheKeys, config: EngineConfig, device: torch.device | N
     disk = None if root is None else DiskTier(root / keys.namespace / "caches")
     remote = None
     if config.cache_dir is not None and root is None:
-        remote = open_remote(str(config.cache_dir), keys.namespace)
+        remote = open_remote(str(config.cache_dir), keys.namespace, "cache_dir")
     if config.remote_dir is not None:
         if disk is None:
             raise ConfigError(
                 f"remote_dir={config.remote_dir!r} needs a local cache_dir in front of it; cache_dir is "
                 f"{config.cache_dir!r}"
             )
-        remote = open_remote(str(config.remote_dir), keys.namespace)
+        remote = open_remote(str(config.remote_dir), keys.namespace, "remote_dir")
     if home is not None:
         home.mkdir(parents=True, exist_ok=True)
     catalog = Catalog(None if home is None else home / "catalog.sqlite")
@@ -54,14 +54,14 @@ def open_library(keys: CacheKeys, config: EngineConfig, device: torch.device | N
     return ChunkLibrary(keys, catalog, store, locks, codec=config.codec, scope_sharing=config.scope_sharing)
 
 
-def open_remote(url: str, namespace: str) -> DurableTier:
-    directory = local_directory(url)
+def open_remote(url: str, namespace: str, setting: str) -> DurableTier:
+    directory = local_directory(url, setting)
     if directory is not None:
         return DiskTier(directory / namespace / "caches", name="remote")
     return RemoteTier(f"{url.rstrip('/')}/{namespace}/caches")
 
 
-def local_directory(place: str | Path | None) -> Path | None:
+def local_directory(place: str | Path | None, setting: str = "cache_dir") -> Path | None:
     """The local directory a path or `file://` URL names; None for another URL.
 
     Raises:
@@ -78,7 +78,9 @@ def local_directory(place: str | Path | None) -> Path | None:
     from fsspec import available_protocols
 
     if url.scheme not in available_protocols():
-        raise ConfigError(f"{text!r} is not accepted; give a local directory, or a URL of a kind that fsspec knows")
+        raise ConfigError(
+            f"{setting}={text!r} is not accepted; give a local directory, or a URL of a kind that fsspec knows"
+        )
     return None
 
 

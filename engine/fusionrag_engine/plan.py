@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +37,15 @@ class StoragePlan:
     disk_bytes: int
     peak_bytes: int
     host_bytes: int
+
+
+def kv_shape(config: Any) -> KVShape:
+    """The shape of a model's keys and values, from its Hugging Face configuration alone."""
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    return KVShape(text.num_hidden_layers, num_kv_heads, head_dim, head_dim)
 
 
 def plan_storage(

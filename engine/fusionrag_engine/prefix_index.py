@@ -8,6 +8,7 @@ are kept in memory, in the model's dtype, never through a codec.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class PrefixIndex:
         self._reserve = reserve
         self._heat = HeatMap()
         self.tier = MemoryTier("prefix", budget, torch.device("cpu"), self._heat)
+        self._lock = threading.Lock()
         self._paths: dict[str, tuple[str, ...]] = {}
 
     def nodes(self, request: Request, prompt: Prompt) -> list[Node]:
@@ -100,6 +102,10 @@ class PrefixIndex:
             if room < 0:
                 break
             kept.append(node)
+        with self._lock:
+            self._keep(kept, token_ids, canvas)
+
+    def _keep(self, kept: list[Node], token_ids: list[int], canvas: Canvas) -> None:
         # From the end, so that the beginning, without which the rest is of no use, is the last to go.
         for node in reversed(kept):
             self._heat.use([node.key])
@@ -113,13 +119,14 @@ class PrefixIndex:
 
     def forget(self, chunk_key: str) -> None:
         """Drop every path over a chunk: the rows behind it carry its traces."""
-        for key, chunk_keys in list(self._paths.items()):
-            if chunk_key in chunk_keys:
-                self.tier.remove(key)
-        self._tidy()
+        with self._lock:
+            for key, chunk_keys in self._paths.items():
+                if chunk_key in chunk_keys:
+                    self.tier.remove(key)
+            self._tidy()
 
     def _tidy(self) -> None:
-        self._paths = {key: chunk_keys for key, chunk_keys in list(self._paths.items()) if key in self.tier}
+        self._paths = {key: chunk_keys for key, chunk_keys in self._paths.items() if key in self.tier}
         self._reserve(self.tier.num_bytes)
 
 

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from . import cache
+
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(is_wanted: bool) -> None:

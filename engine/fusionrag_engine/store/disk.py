@@ -65,7 +65,7 @@ class DiskTier:
     def write(self, entry: Entry, *, is_durable: bool = True) -> int:
         """Store an entry, durably unless another tier holds it too; returns the size of its file in bytes."""
         path = self.path(entry.key)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         data = to_bytes(entry)
         temporary = path.with_name(f".{entry.key}.{_HOST}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:

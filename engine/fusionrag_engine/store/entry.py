@@ -43,7 +43,7 @@ class Entry:
         """Whether its rows are only near to those computed."""
         return self.key_scales is not None
 
-    def copy_to(self, device: torch.device) -> Entry:
-        """The same rows in memory of their own."""
-        copies: dict[str, Any] = {name: tensor.to(device, copy=True) for name, tensor in self.tensors().items()}
-        return replace(self, **copies)
+    def to(self, device: torch.device, *, copy: bool = False) -> Entry:
+        """The same rows on a device; with `copy` in memory of their own."""
+        moved: dict[str, Any] = {name: tensor.to(device, copy=copy) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)

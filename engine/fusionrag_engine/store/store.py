@@ -102,7 +102,7 @@ class ChunkStore:
 
     def _found(self, tier: MemoryTier, entry: Entry) -> Entry:
         tier.counts.num_hits += 1
-        if tier is self.host and self.device is not None and self.device.put(entry.copy_to(self.device.device)):
+        if tier is self.host and self.device is not None and self.device.put(entry.to(self.device.device, copy=True)):
             tier.counts.num_promoted += 1
         return entry
 
@@ -133,7 +133,7 @@ class ChunkStore:
         """Bring what was read into host memory, and from a remote onto the disk."""
         if entry.num_bytes <= self.host.budget - self.host.reserved:
             # Memory of its own: a file that somebody shortens in place must not pull rows from under a request.
-            entry = entry.copy_to(self.host.device)
+            entry = entry.to(self.host.device, copy=True)
             if self.host.put(entry):
                 tier.counts.num_promoted += 1
         if tier is self.remote and self.disk is not None and self._fits("disk", entry.num_bytes):
@@ -185,9 +185,9 @@ class ChunkStore:
 
     def remove(self, key: str) -> None:
         self.forget(key)
+        self._catalog.note_removed(key)  # first, so that a death in between leaves a stray file, not a missing one
         for tier in self.durable:
             tier.remove(key)
-        self._catalog.note_removed(key)
 
     def forget(self, key: str) -> None:
         """Drop an entry from memory; the durable tiers keep it."""
@@ -220,8 +220,8 @@ class ChunkStore:
                         self._catalog.note_stored(key, target.name, target.write(entry))
             except (OSError, CorruptEntryError, UnavailableError) as error:
                 logger.warning("chunk cache %s could not be demoted to %s: %s", key, target.where(key), error)
-        tier.remove(key)
         self._catalog.note_removed(key, tier.name)
+        tier.remove(key)
         tier.counts.num_demoted += 1
         if not colder:
             self.forget(key)
