@@ -61,7 +61,7 @@ class Catalog(Database):
     def set_facts(self, facts: Mapping[str, Any]) -> None:
         """Note what the catalog's chunks were computed with, for people and commands that have no model."""
         query = "INSERT OR REPLACE INTO facts VALUES (?, ?)"
-        self._note(*((query, (name, json.dumps(value))) for name, value in facts.items()))
+        self._note(*((query, (name, json.dumps(value, default=str))) for name, value in facts.items()))
 
     def facts(self) -> dict[str, Any]:
         return {name: json.loads(value) for name, value in self._read("SELECT name, value FROM facts")}

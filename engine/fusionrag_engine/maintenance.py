@@ -129,6 +129,7 @@ class Maintenance(ABC):
             "codec": self.config.codec,
             "top_n": self.config.top_n,
             "system_prompt": self.config.system_prompt,
-            "chat_template_kwargs": {name: str(value) for name, value in self.config.chat_template_kwargs.items()},
+            "chat_template_kwargs": dict(self.config.chat_template_kwargs),
+            "keep_plain": self.config.keep_plain,
             "kv_shape": [shape.num_layers, shape.num_kv_heads, shape.key_dim, shape.value_dim],
         }

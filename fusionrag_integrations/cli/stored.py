@@ -34,11 +34,12 @@ def show(is_json: bool, data: Any, title: str, columns: Sequence[str], rows: Seq
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column.islower() else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
+    typer.echo(title)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import CacheDir, CatalogDir, DryRun, Json, Namespace, RemoteDir, Scope
 from .stored import choose_namespaces, choose_one, config_of, fail, find_chunks, opened, show, size
+
+if TYPE_CHECKING:
+    from fusionrag_engine import Engine
 
 
 def verify(
@@ -118,9 +122,10 @@ def refresh(
 
     where = config_of(cache_dir, catalog_dir, remote_dir)
     name = choose_one(where, namespace)
+    before = choose_namespaces(where, None)
     with opened(where, name) as library:
         facts = library.catalog.facts()
-    settings = ("dtype", "codec", "top_n", "system_prompt", "chat_template_kwargs")
+    settings = ("dtype", "codec", "top_n", "keep_plain", "system_prompt", "chat_template_kwargs")
     config = EngineConfig(
         cache_dir=cache_dir,
         catalog_dir=catalog_dir,
@@ -129,6 +134,7 @@ def refresh(
     )
     with Engine.from_pretrained(model, config=config) as engine:
         if engine.library.keys.namespace != name:
+            _remove_if_empty(engine, before)
             raise fail(
                 f"{model} is not the model, or has not the tokenizer, that made the caches of {facts['model']!r}"
             )
@@ -139,6 +145,15 @@ def refresh(
     data = {"num_refreshed": report.num_refreshed, "num_left": report.num_left, "stale": stale, "dry_run": dry_run}
     rows = [(chunk["key"][:12], repr(chunk["scope"]), f"{chunk['change']:.0%}") for chunk in stale]
     show(is_json, data, report.summary(), ("key", "scope", "Changed"), rows)
+
+
+def _remove_if_empty(engine: Engine, before: list[str]) -> None:
+    """Take away the namespace that opening an engine on the wrong model made."""
+    from fusionrag_engine.opening import catalog_directory
+
+    directory, name = catalog_directory(engine.config), engine.library.keys.namespace
+    if directory is not None and name not in before and engine.stats()["num_chunks"] == 0:
+        shutil.rmtree(directory / name)
 
 
 def _chroma_keys(path: Path, collection: str) -> set[str]:

@@ -156,6 +156,7 @@ def test_refresh_enriches_again_with_the_settings_of_the_store(store: Path, tmp_
     build_model("llama", seed=1).save_pretrained(tmp_path / "other")
     build_tokenizer().save_pretrained(tmp_path / "other")
     assert "is not the model" in _run("refresh", store, "--model", tmp_path / "other", status=1)
+    assert len(_json("ls", store)) == 1
 
 
 def test_a_directory_without_caches_is_an_error(tmp_path: Path) -> None:
