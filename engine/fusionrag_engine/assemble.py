@@ -94,10 +94,9 @@ class Assembler:
         result.num_exact_tokens = min(starts, default=len(prompt.token_ids))
         return result
 
-    def offer(self, request: Request, prompt: Prompt, canvas: Canvas, assembly: Assembly) -> None:
-        """Once a prompt's missing rows are computed: keep those that are exact for the prompts to come."""
-        if request.method == "full":
-            return
+    def offer(self, prompt: Prompt, canvas: Canvas, assembly: Assembly) -> None:
+        """Once a prompt's missing rows are computed: keep those that are exact for the prompts to come. `method="full"`
+        has no nodes, and leaves nothing behind."""
         exact = [node for node in assembly.nodes if node.stop <= assembly.num_exact_tokens]
         # Up to the last chunk among them, or the text before the first one: behind it comes the question.
         ends = [node.stop for node in exact if node.chunk is not None] + [prompt.segments[0].stop]

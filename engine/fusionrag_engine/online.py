@@ -82,7 +82,7 @@ class Prefiller:
         positions = wanted.nonzero().flatten()
         logits = self._compute(prompt, canvas, positions)
         assert logits is not None
-        self.assembler.offer(request, prompt, canvas, assembly)
+        self.assembler.offer(prompt, canvas, assembly)
         prefill_s = head_s + time.perf_counter() - begin
 
         num_prompt, num_computed = len(prompt.token_ids), num_head + len(positions)

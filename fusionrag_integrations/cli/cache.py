@@ -38,8 +38,8 @@ def list_caches(
         with opened(config, name) as library:
             data += _chunks(library, scope) if chunks else [_summary(library, name, scope)]
     if chunks:
-        columns = ("key", "scope", "ids", "Tokens", "kind", "Bytes")
-        rows = [
+        columns: tuple[str, ...] = ("key", "scope", "ids", "Tokens", "kind", "Bytes")
+        rows: list[tuple[object, ...]] = [
             (
                 row["key"][:12],
                 repr(row["scope"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,7 @@ def verify(
 ) -> None:
     """Read every stored cache and check it; bad files are moved aside. Leaves with status 1 if there were any."""
     config = config_of(cache_dir, catalog_dir, remote_dir)
-    data = []
+    data: list[dict[str, Any]] = []
     for name in choose_namespaces(config, namespace):
         with opened(config, name) as library:
             data += [{"namespace": name, **asdict(problem)} for problem in library.verify(can_repair=repair)]
@@ -54,7 +54,7 @@ def gc(
     if chroma is not None:
         names = [choose_one(config, namespace)]
         live = _chroma_keys(chroma, collection)
-    data = []
+    data: list[dict[str, Any]] = []
     for name in names:
         with opened(config, name) as library:
             swept = library.gc(live, grace_s, is_dry_run=dry_run)
@@ -83,7 +83,7 @@ def rm(
     if bool(chunks) == remove_all:
         raise fail("give chunks, or --all")
     config = config_of(cache_dir, catalog_dir, remote_dir)
-    data = []
+    data: list[dict[str, Any]] = []
     for name in choose_namespaces(config, namespace):
         with opened(config, name) as library:
             found = (
@@ -141,7 +141,9 @@ def refresh(
         report = engine.refresh(
             budget=budget, budget_s=budget_s, scope=scope, show_progress=not is_json, dry_run=dry_run
         )
-    stale = [{"key": chunk.row.key, "scope": chunk.row.scope, "change": chunk.change} for chunk in report.stale]
+    stale: list[dict[str, Any]] = [
+        {"key": chunk.row.key, "scope": chunk.row.scope, "change": chunk.change} for chunk in report.stale
+    ]
     data = {"num_refreshed": report.num_refreshed, "num_left": report.num_left, "stale": stale, "dry_run": dry_run}
     rows = [(chunk["key"][:12], repr(chunk["scope"]), f"{chunk['change']:.0%}") for chunk in stale]
     show(is_json, data, report.summary(), ("key", "scope", "Changed"), rows)

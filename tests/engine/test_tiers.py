@@ -165,18 +165,21 @@ def test_one_thread_reads_and_others_are_not_held_up(
     make_store: Callable[..., ChunkStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _put(make_store(), 1, 2)
-    store, original, go = make_store(), DiskTier.read, threading.Event()
+    store, original = make_store(), DiskTier.read
+    has_begun, go = threading.Event(), threading.Event()
     reads = []
 
     def read(self: DiskTier, key: str) -> Entry | None:
         reads.append(key)
         if key == _key(1):
-            assert go.wait(30)
+            has_begun.set()
+            assert go.wait(20), "the other key waits for this one"
         return original(self, key)
 
     monkeypatch.setattr(DiskTier, "read", read)
 
     def load_other() -> Entry | None:
+        assert has_begun.wait(20)
         entry = store.load(_key(2))  # while the other key is being read
         go.set()
         return entry
