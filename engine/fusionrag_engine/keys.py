@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ def digest(**fields: Any) -> str:
     """64 hex digits over the tagged fields; equal only for equal names and values."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def token_digest(token_ids: Sequence[int]) -> str:
+    """Digest of token ids alone; many times quicker than to write them out."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=32).hexdigest()
 
 
 def model_fingerprint(model: Any) -> str:
@@ -91,7 +97,7 @@ class CacheKeys:
 
     def plain(self, token_ids: Sequence[int], scope: str) -> str:
         """Key of the cache of a chunk behind `P` alone; also the chunk's identity in its scope."""
-        return digest(namespace=self.namespace, kind="plain", scope=scope, token_ids=list(token_ids))
+        return digest(namespace=self.namespace, kind="plain", scope=scope, token_ids=token_digest(token_ids))
 
     def enriched(self, plain_key: str, neighbours: Sequence[str], top_n: int) -> str:
         """Key of the cache of a chunk behind `P` and its neighbours (plain keys, in order)."""

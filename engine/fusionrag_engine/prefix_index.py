@@ -16,7 +16,7 @@ import torch
 
 from .canvas import Canvas
 from .heat import HeatMap
-from .keys import CacheKeys, digest
+from .keys import CacheKeys, digest, token_digest
 from .layout import Prompt
 from .store import Entry, MemoryTier
 from .types import Request, as_chunks
@@ -79,7 +79,7 @@ class PrefixIndex:
                 if segment.chunk is not None:
                     scope = chunks[segment.chunk].scope
                     chunk_keys = (*chunk_keys, self._keys.plain(ids, scope))
-                path = digest(behind=path, scope=scope, token_ids=ids)
+                path = digest(behind=path, scope=scope, token_ids=token_digest(ids))
                 nodes.append(Node(start, stop, path, segment.chunk, chunk_keys))
         return nodes
 

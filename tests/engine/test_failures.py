@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import fusionrag_engine.store.disk as disk_module
 from fusionrag_engine import Engine, Request
 from tests.engine.support import assert_same, documents, in_threads, ring, settle, tiny_engine
 
@@ -90,7 +91,8 @@ def test_a_failing_call_changes_no_answer(
     tmp_path: Path, make_engine: MakeEngine, expected: Tensor, call: str, kind: str
 ) -> None:
     make_engine(cache_dir=tmp_path).precompute(documents(COUNT), neighbours=ring(COUNT))
-    engine = make_engine(cache_dir=tmp_path, disk_bytes=1 << 30)
+    settings = {"host_bytes": 0} if call == "map" else {}  # what memory does not keep is mapped
+    engine = make_engine(cache_dir=tmp_path, disk_bytes=1 << 30, **settings)
     request = Request("Who?", [*documents(COUNT), "Unseen."], recompute_ratio=1.0)
     with pytest.MonkeyPatch.context() as patch:
         _break(patch, call, kind, engine)
@@ -134,16 +136,20 @@ def test_too_many_open_files_spoils_no_cache(tmp_path: Path, make_engine: MakeEn
 
 
 @pytest.mark.parametrize("keep", [1, 7, 100, 2000])
-def test_a_short_read_changes_no_answer(tmp_path: Path, make_engine: MakeEngine, expected: Tensor, keep: int) -> None:
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_short_read_changes_no_answer(
+    tmp_path: Path, make_engine: MakeEngine, expected: Tensor, keep: int, is_mapped: bool
+) -> None:
     make_engine(cache_dir=tmp_path).precompute(documents(COUNT), neighbours=ring(COUNT))
-    engine = make_engine(cache_dir=tmp_path)
-    original = mmap.mmap
+    engine = make_engine(cache_dir=tmp_path, **({"host_bytes": 0} if is_mapped else {}))
+    original, original_read = mmap.mmap, disk_module._read
 
     def short(descriptor: int, _length: int, **settings: Any) -> Any:
         return original(descriptor, keep, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mmap, "mmap", short)
+        patch.setattr(disk_module, "_read", lambda file, size: original_read(file, min(size, keep)))
         request = Request("Who?", [*documents(COUNT), "Unseen."], recompute_ratio=1.0)
         assert_same(engine.prefill(request).logits, expected)
         settle(engine)

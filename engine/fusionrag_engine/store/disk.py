@@ -1,4 +1,4 @@
-"""`DiskTier`: one file an entry below a local directory, read through a memory map.
+"""`DiskTier`: one file an entry below a local directory, read into memory or through a memory map.
 
 A file is written under a temporary name, flushed, and renamed, so a file that has its final name is whole. What is
 read is checked all the same.
@@ -15,8 +15,11 @@ import platform
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
+import torch
 import xxhash
 
 from .blob import from_buffer, header_length, to_bytes, told_size
@@ -48,12 +51,18 @@ def is_being_written(path: Path) -> bool:
 
 
 class DiskTier:
-    """Files below `root`, one an entry."""
+    """Files below `root`, one an entry.
+
+    Attributes:
+        map_above: files of more bytes are mapped, others are read into memory of their own: those that host memory
+            keeps. What is mapped costs no memory, and is for use at once.
+    """
 
     def __init__(self, root: Path, name: str = "disk") -> None:
         self.name = name
         self.root = root
         self.counts = TierCounts()
+        self.map_above = 0
         self.root.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
@@ -89,29 +98,34 @@ class DiskTier:
         return len(data)
 
     def read(self, key: str) -> Entry | None:
-        """The entry, its tensors mapped from the file, or None where there is no file.
+        """The entry, or None where there is no file.
 
         Raises:
             CorruptEntryError: the file cannot be trusted.
             UnavailableError: the system could not read now.
         """
         try:
-            with open(self.path(key), "rb") as file:
-                if os.fstat(file.fileno()).st_size == 0:
+            with open(self.path(key), "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size == 0:
                     raise CorruptEntryError("the file is empty")
-                # A private map: its pages are writable, which torch asks for, and nobody writes to them.
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                is_mapped = size > self.map_above
+                data = _map(file) if is_mapped else _read(file, size)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in _PASSING:
                 raise UnavailableError(f"cannot be read now: {error}") from error
             raise CorruptEntryError(f"unreadable: {error}") from error
-        if hasattr(mmap, "MADV_WILLNEED"):
-            mapped.madvise(mmap.MADV_WILLNEED)
-        entry = from_buffer(mapped, key)
-        self.counts.bytes_read += len(mapped)
-        return entry
+        entry = from_buffer(data, key)
+        self.counts.bytes_read += size
+        return replace(entry, is_mapped=is_mapped)
+
+    def expect(self, key: str) -> None:
+        """Let the system begin to read a file that is about to be read; does nothing where it cannot."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), open(self.path(key), "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def remove(self, key: str) -> int:
         """Delete a file; returns the bytes freed, 0 where there was none."""
@@ -161,6 +175,23 @@ class DiskTier:
         for pattern in ("??/.*.tmp", "??/*.corrupt"):
             for path in self.root.glob(pattern):
                 yield path.name.lstrip(".").split(".")[0], path
+
+
+def _map(file: FileIO) -> mmap.mmap:
+    """A private map: its pages are writable, which torch asks for, and nobody writes to them."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED)
+    return mapped
+
+
+def _read(file: FileIO, size: int) -> memoryview:
+    """All bytes of a file; fewer, if that is all there are."""
+    view = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+    done = 0
+    while done < size and (count := file.readinto(view[done:])):
+        done += count
+    return view[:done]
 
 
 def _flush_directory(directory: Path) -> None:

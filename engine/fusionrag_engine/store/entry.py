@@ -18,6 +18,7 @@ class Entry:
         token_ids: the chunk's tokens, compared on every hit.
         start: position of its first row when it was computed.
         keys, values: `[num_layers, num_kv_heads, num_tokens, dim]` in the model's dtype, or as the codec keeps them.
+        is_mapped: its tensors are a map of a file, which somebody might shorten in place.
         key_scales, value_scales: what the codec multiplies them with; None for codec "none". See `codecs`.
     """
 
@@ -28,6 +29,7 @@ class Entry:
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    is_mapped: bool = False
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by field name."""
@@ -46,4 +48,4 @@ class Entry:
     def to(self, device: torch.device, *, copy: bool = False) -> Entry:
         """The same rows on a device; with `copy` in memory of their own."""
         moved: dict[str, Any] = {name: tensor.to(device, copy=copy) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
+        return replace(self, is_mapped=self.is_mapped and not copy, **moved)

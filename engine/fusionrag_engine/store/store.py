@@ -63,6 +63,9 @@ class ChunkStore:
         if device is not None and device_bytes:
             self.device = MemoryTier("device", device_bytes, device, self._heat, self._pins.__contains__)
         self.disk = disk
+        for tier in (disk, remote):
+            if isinstance(tier, DiskTier):
+                tier.map_above = host_bytes
         self.remote = remote
         self._budgets = {"disk": disk_bytes, "remote": remote_bytes}
 
@@ -88,6 +91,12 @@ class ChunkStore:
             for tier in self._memory:
                 tier.counts.num_misses += 1
             return self._load_durable(key)
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Let the system begin to read the files of several keys at once, before they are loaded one by one."""
+        for key in keys:
+            if self.disk is not None and not any(key in tier for tier in self._memory):
+                self.disk.expect(key)
 
     def get(self, key: str, token_ids: Sequence[int]) -> Entry | None:
         """As `load`, if the entry holds exactly these tokens."""
@@ -132,8 +141,8 @@ class ChunkStore:
     def _promote(self, tier: DurableTier, entry: Entry) -> Entry:
         """Bring what was read into host memory, and from a remote onto the disk."""
         if entry.num_bytes <= self.host.budget - self.host.reserved:
-            # Memory of its own: a file that somebody shortens in place must not pull rows from under a request.
-            entry = entry.to(self.host.device, copy=True)
+            if entry.is_mapped:  # a file that somebody shortens in place must not pull rows from under a request
+                entry = entry.to(self.host.device, copy=True)
             if self.host.put(entry):
                 tier.counts.num_promoted += 1
         if tier is self.remote and self.disk is not None and self._fits("disk", entry.num_bytes):
