@@ -36,7 +36,7 @@ def main() -> None:
     args = parse_args()
     register_selector("query_guided_last", QueryGuided(layers="last"))
     register_selector("query_guided_all", QueryGuided(layers="all"))
-    config = EngineConfig(dtype=args.dtype, device=args.device, top_n=args.top_n, embed=embedder())
+    config = EngineConfig(dtype=args.dtype, device=args.device, top_n=args.top_n, codec=args.codec, embed=embedder())
     engine = Engine.from_pretrained(args.model, config=config)
     examples = load_examples(args.data, args.limit)
     chunks = {chunk.text: chunk for example in examples for chunk in example.chunks}
@@ -72,6 +72,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top-n", type=int, default=10, help="neighbours a chunk is enriched with")
     parser.add_argument("--neighbours", choices=["store", "prompt"], default="store", help="where they come from")
     parser.add_argument("--behind", choices=["prefix", "history"], default="prefix")
+    parser.add_argument("--codec", default="none", help="how the caches are kept: none, int8 or int4")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)

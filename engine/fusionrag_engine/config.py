@@ -13,7 +13,7 @@ from .errors import ConfigError, UnknownSettingError
 DEFAULT_SYSTEM_PROMPT = "Answer the question using only the documents below. Be brief."
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CODECS = ("none",)
+CODECS = ("none", "int8", "int4")
 ON_MISS = ("compute", "error")
 
 
@@ -28,10 +28,20 @@ class EngineConfig:
         selector: registered name of the rule that chooses the critical tokens.
         dtype: "auto", "float32", "bfloat16" or "float16". "auto" is float32 on a CPU that has no bfloat16 arithmetic.
         device: "auto" or a torch device.
-        cache_dir: directory (or `file://` URL) of the chunk caches; None keeps them in memory only.
-        codec: how stored caches are encoded: "none" is the model's dtype.
-        host_bytes: memory budget of the chunk caches kept ready in host memory.
-        disk_bytes: budget of `cache_dir`; the least recently used caches are dropped above it. None is unlimited.
+        cache_dir: where chunk caches are stored: a directory, a `file://` URL, or an fsspec URL such as `s3://...`.
+            None keeps them in memory only.
+        remote_dir: fsspec URL or directory of a colder tier behind a local `cache_dir`; it takes what is above
+            `disk_bytes`.
+        catalog_dir: local directory of the catalog where `cache_dir` is not local; None: below `~/.cache/fusionrag`.
+        codec: how stored caches are encoded: "none" is the model's dtype, "int8" a byte and "int4" about half a byte
+            an element. Part of every cache key. A lossy codec has no exact first chunk: its rows may be recomputed.
+        device_bytes: memory budget of the caches kept on the model's device, for a GPU. 0: none.
+        host_bytes: memory budget of the caches kept ready in host memory; exact prefixes take a quarter at most.
+        disk_bytes, remote_bytes: budgets of these tiers; above them the coldest caches move to the next tier, or are
+            dropped. None is unlimited.
+        keep_plain: keep a chunk's plain cache beside its enriched one. False halves the space; a plain cache is then
+            computed again when it is needed, for the first chunk of a prompt or a neighbour's enrichment.
+        scope_sharing: scope -> other scopes whose caches it may read where it has none itself.
         on_miss: "compute" a chunk that has no cache, or raise `CacheMissError`.
         embed: texts -> array [num_texts, dim], used for neighbours when `precompute` is given neither embeddings nor
             neighbours.
@@ -49,9 +59,15 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     cache_dir: str | Path | None = None
+    remote_dir: str | Path | None = None
+    catalog_dir: str | Path | None = None
     codec: str = "none"
+    device_bytes: int = 0
     host_bytes: int = 2 << 30
     disk_bytes: int | None = None
+    remote_bytes: int | None = None
+    keep_plain: bool = True
+    scope_sharing: Mapping[str, Sequence[str]] = field(default_factory=dict)
     on_miss: str = "compute"
     embed: Callable[[Sequence[str]], Any] | None = None
     max_new_tokens: int = 256
@@ -72,10 +88,20 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("codec", self.codec, CODECS)
         check_choice("on_miss", self.on_miss, ON_MISS)
-        for name, least in (("top_n", 0), ("host_bytes", 0), ("max_new_tokens", 1), ("prefill_tokens", 1)):
+        for name, least in (
+            ("top_n", 0),
+            ("host_bytes", 0),
+            ("device_bytes", 0),
+            ("max_new_tokens", 1),
+            ("prefill_tokens", 1),
+        ):
             check_int(name, getattr(self, name), least)
-        if self.disk_bytes is not None:
-            check_int("disk_bytes", self.disk_bytes, 0)
+        for name in ("disk_bytes", "remote_bytes"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0)
+        if not isinstance(self.keep_plain, bool):
+            raise ConfigError(f"keep_plain={self.keep_plain!r} is not accepted; give True or False")
+        check_sharing(self.scope_sharing)
         for name in ("system_prompt", "chunk_separator", "question_template", "selector", "device"):
             check_text(name, getattr(self, name))
         if not isinstance(self.chat_template_kwargs, Mapping):
@@ -96,6 +122,16 @@ def check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
 def check_text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{name}={value!r} is not accepted; give a string")
+
+
+def check_sharing(value: object) -> None:
+    if not isinstance(value, Mapping) or any(
+        not isinstance(scope, str) or isinstance(others, str) or any(not isinstance(other, str) for other in others)
+        for scope, others in value.items()
+    ):
+        raise ConfigError(
+            f"scope_sharing={value!r} is not accepted; give a dict from a scope to the list of scopes it may read"
+        )
 
 
 def check_int(name: str, value: object, least: int) -> None:

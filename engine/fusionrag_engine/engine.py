@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,10 +19,12 @@ from .decode import Sampler, TextStream, end_tokens
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .keys import CacheKeys, model_fingerprint, token_fingerprint, tokenizer_fingerprint
 from .layout import Prompt, PromptLayout
-from .library import ChunkLibrary
-from .loading import check_ready_model, load_pretrained, local_directory
+from .loading import check_ready_model, load_pretrained
+from .maintenance import COUNTERS, Maintenance
 from .online import Prefilled, Prefiller
+from .opening import open_library
 from .precompute import Precomputer
+from .progress import ProgressBars
 from .rope import read_rope
 from .runner import ModelRunner, Rows
 from .selectors import resolve_selector
@@ -31,7 +34,7 @@ from .types import Chunk, ChunkRecord, Generation, PrecomputeReport, Prefill, Re
 logger = logging.getLogger("fusionrag")
 
 
-class Engine:
+class Engine(Maintenance):
     """A causal LM that answers over cached chunks. Safe to call from several threads.
 
     Args:
@@ -46,7 +49,6 @@ class Engine:
     def __init__(self, model: Any, tokenizer: Any, config: EngineConfig | None = None) -> None:
         self.config = config = config or EngineConfig()
         resolve_selector(config.selector)
-        cache_dir = local_directory(config.cache_dir)
         refuse_by_config(model)
         check_ready_model(model, config)
         self.model = model
@@ -66,7 +68,8 @@ class Engine:
             codec=config.codec,
             prefix_ids=self.layout.prefix_ids,
         )
-        self.library = ChunkLibrary(keys, cache_dir, config.host_bytes, config.disk_bytes)
+        self.library = open_library(keys, config, self.runner.device)
+        self.library.catalog.set_facts(self._facts())
         self._precomputer = Precomputer(
             self.runner,
             rope,
@@ -75,12 +78,21 @@ class Engine:
             top_n=config.top_n,
             max_context=self.max_context,
             max_rows=config.prefill_tokens,
+            keep_plain=config.keep_plain,
         )
-        assembler = Assembler(rope, self.layout, self.library, top_n=config.top_n, on_miss=config.on_miss)
+        assembler = Assembler(
+            rope,
+            self.layout,
+            self.library,
+            top_n=config.top_n,
+            on_miss=config.on_miss,
+            keep_plain=config.keep_plain,
+        )
         self._prefiller = Prefiller(self.runner, assembler, self._precomputer, prefill_tokens=config.prefill_tokens)
 
         self._is_closed = False
-        self._counts = {"num_requests": 0, "num_prefix": 0, "num_enriched": 0, "num_plain": 0, "num_miss": 0}
+        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._scope_counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(COUNTERS, 0))
         self._counts_lock = threading.Lock()
         self._async_worker = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-async")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="fusionrag-background")
@@ -148,7 +160,7 @@ class Engine:
             raise ConfigError("embeddings and neighbours were both given; give one of them")
         if embeddings is None and neighbours is None and self.config.embed is not None and chunks:
             embeddings = self.config.embed([chunk.text for chunk in chunks])
-        with _ProgressBars(show_progress) as bars:
+        with ProgressBars(show_progress) as bars:
             return self._precomputer.run(chunks, embeddings, neighbours, bars.open)
 
     def has(self, chunk: Chunk | str) -> ChunkRecord:
@@ -190,33 +202,6 @@ class Engine:
                     self.library.plain(token_ids, chunk.scope)
 
         self._in_background(load)
-
-    def gc(self) -> int:
-        """Remove files that belong to no chunk and what interrupted writers left; returns how many."""
-        self._check_open()
-        return self.library.gc()
-
-    def verify(self) -> list[str]:
-        """Read back every stored cache. Bad files are moved aside; returns one line a problem, none when all is
-        well."""
-        self._check_open()
-        return self.library.verify()
-
-    def stats(self) -> dict[str, Any]:
-        """Counters since the engine was made, and what the store holds."""
-        self._check_open()
-        store = self.library.store
-        rows = self.library.catalog.all()
-        with self._counts_lock:
-            counts = dict(self._counts)
-        return {
-            **counts,
-            "num_chunks": len(rows),
-            "num_enriched_chunks": sum(row.enriched_key is not None for row in rows),
-            "host_entries": len(store.host),
-            "host_bytes": store.host.num_bytes,
-            "disk_bytes": 0 if store.disk is None else sum(size for _, size in store.disk.list()),
-        }
 
     # Prompts, for adapters
 
@@ -343,9 +328,12 @@ class Engine:
         )
         with self._counts_lock:
             self._counts["num_requests"] += 1
+            for scope in {chunk.scope for chunk in as_chunks(request.chunks)}:
+                self._scope_counts[scope]["num_requests"] += 1
             if request.method != "full":
-                for status in done.stats.chunk_status:
+                for chunk, status in zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True):
                     self._counts[f"num_{status}"] += 1
+                    self._scope_counts[chunk.scope][f"num_{status}"] += 1
         return done
 
     def _store_misses(self, request: Request, done: Prefilled) -> None:
@@ -355,7 +343,7 @@ class Engine:
         pairs = zip(as_chunks(request.chunks), done.stats.chunk_status, strict=True)
         missing = [chunk for chunk, status in pairs if status == "miss" and chunk.can_store]
         if missing and not self._is_closed:
-            self._in_background(lambda: self._precomputer.run(missing, None, None, _ProgressBars(False).open))
+            self._in_background(lambda: self._precomputer.run(missing, None, None, ProgressBars(False).open))
 
     def _settle(self) -> None:
         """Wait until the chunks met by earlier requests are in the store."""
@@ -382,26 +370,3 @@ def _collect(deltas: Sequence[TokenDelta]) -> Generation:
     assert last.finish_reason is not None
     token_ids = [delta.token_id for delta in deltas if delta.token_id is not None]
     return Generation("".join(delta.text for delta in deltas), token_ids, last.finish_reason, last.stats)
-
-
-class _ProgressBars:
-    """The progress bars of one call, one after the other."""
-
-    def __init__(self, is_shown: bool) -> None:
-        self.is_shown = is_shown
-        self._bar: Any = None
-
-    def open(self, total: int, phase: str) -> Any:
-        """Begin the bar of a phase; returns its `update`."""
-        from tqdm.auto import tqdm
-
-        self.__exit__()
-        self._bar = tqdm(total=total, desc=phase, unit="chunk", disable=not self.is_shown or total == 0)
-        return self._bar.update
-
-    def __enter__(self) -> _ProgressBars:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()

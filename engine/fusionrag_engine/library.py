@@ -2,104 +2,120 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .catalog import Catalog, ChunkRow
 from .keys import CacheKeys
-from .store import ChunkStore, Entry, is_being_written
-
-WRITING_S = 3600.0
-"""How long `gc` leaves files alone that a writer announced, in seconds."""
+from .locks import FileLocks
+from .prefix_index import PrefixIndex
+from .store import ChunkStore, Entry
+from .store.codecs import encode
+from .upkeep import Problem, Sweep, sweep, verify
 
 
 class ChunkLibrary:
     """The chunk caches of one namespace (`CacheKeys.namespace`): one model, tokenizer, dtype, codec and cache prefix.
 
-    On disk a namespace has a directory of its own, so caches made under other settings are never even looked at.
+    Args:
+        keys, catalog, store: of one namespace.
+        locks: held while a chunk's caches are stored or deleted, so that processes do not cross each other.
+        codec: how entries are kept; they come in as they were computed and go out as they are kept.
+        scope_sharing: scope -> other scopes whose caches it may read, in this order, where it has none itself.
     """
 
-    def __init__(self, keys: CacheKeys, cache_dir: Path | None, host_bytes: int, disk_bytes: int | None) -> None:
-        root = None if cache_dir is None else cache_dir / keys.namespace
+    def __init__(
+        self,
+        keys: CacheKeys,
+        catalog: Catalog,
+        store: ChunkStore,
+        locks: FileLocks,
+        *,
+        codec: str = "none",
+        scope_sharing: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.keys = keys
-        self.disk_bytes = disk_bytes
-        self.store = ChunkStore(host_bytes, None if root is None else root / "caches")
-        self.catalog = Catalog(None if root is None else root / "catalog.sqlite")
+        self.catalog = catalog
+        self.store = store
+        self.codec = codec
+        self._locks = locks
+        self.prefixes = PrefixIndex(keys, store.host.budget // 4, catalog.has, store.host.reserve)
+        self._sharing = dict(scope_sharing or {})
 
     def close(self) -> None:
+        self.store.flush_uses()
         self.catalog.close()
 
     def plain(self, token_ids: Sequence[int], scope: str) -> Entry | None:
         """The plain cache of a chunk, or None."""
-        key = self.keys.plain(token_ids, scope)
-        if self.catalog.get(key) is None:
-            # Another process may have deleted the chunk: its file counts, not what this one has in memory.
-            self.store.host.remove(key)
-        return self._get(key, token_ids)
+        for readable in self.readable(scope):
+            key = self.keys.plain(token_ids, readable)
+            if not self.catalog.has(key):
+                # Another process may have deleted the chunk: its file counts, not what this one has in memory.
+                self.store.forget(key)
+            if (entry := self._get(key, token_ids)) is not None:
+                return entry
+        return None
 
     def enriched(self, token_ids: Sequence[int], scope: str, top_n: int) -> Entry | None:
         """The current enriched cache of a chunk, made with this `top_n`, or None."""
-        row = self.catalog.get(self.keys.plain(token_ids, scope))
-        if row is None or row.enriched_key is None or row.top_n != top_n:
-            return None
-        return self._get(row.enriched_key, token_ids)
+        for readable in self.readable(scope):
+            key = self.catalog.enriched_key(self.keys.plain(token_ids, readable), top_n)
+            if key is not None and (entry := self._get(key, token_ids)) is not None:
+                return entry
+        return None
+
+    def readable(self, scope: str) -> list[str]:
+        """The scope itself, and those it may read."""
+        return [scope, *self._sharing.get(scope, ())]
+
+    def cache_keys(self, token_ids: Sequence[int], scope: str, top_n: int) -> list[str]:
+        """Keys under which a request may find this chunk, to be pinned or loaded ahead: plain, then enriched."""
+        plain = [self.keys.plain(token_ids, readable) for readable in self.readable(scope)]
+        enriched = (self.catalog.enriched_key(key, top_n) for key in plain)
+        return [*plain, *(key for key in enriched if key is not None)]
 
     def has_enriched(self, row: ChunkRow, top_n: int) -> bool:
         return row.enriched_key is not None and row.top_n == top_n and self.store.has(row.enriched_key)
 
     def _get(self, key: str, token_ids: Sequence[int]) -> Entry | None:
-        is_expected = self.catalog.is_stored(key)
-        entry = self.store.get(key, token_ids, is_expected=is_expected)
-        if entry is None and is_expected:
+        if (entry := self.store.get(key, token_ids)) is not None:
+            return entry
+        if self.catalog.is_stored(key):
+            self.store.warn_vanished(key)
             self.catalog.note_missing(key)
-        elif entry is not None and self.disk_bytes is not None:
-            self.catalog.touch([key])
-        return entry
+        return None
 
     def put_plain(self, entry: Entry, scope: str, content: str, embedding: NDArray[np.float32] | None = None) -> int:
-        """Store a plain cache, then record it; returns bytes written."""
-        size = self._put(entry)
-        self.catalog.add(ChunkRow(entry.key, scope, content, entry.token_ids), embedding)
+        """Store a plain cache, and record it; returns bytes written."""
+        with self._locks.hold(entry.key):
+            size = self.store.put(encode(entry, self.codec))
+            self.catalog.add(ChunkRow(entry.key, scope, content, entry.token_ids), embedding)
+        self.store.make_room(keep=entry.key)
         return size
 
     def put_enriched(self, entry: Entry, plain_key: str, top_n: int, neighbours: Sequence[str]) -> int:
-        """Store an enriched cache, then record it, then drop the one it replaces; returns bytes written."""
-        row = self.catalog.get(plain_key)
-        size = self._put(entry)
-        self.catalog.set_enriched(plain_key, entry.key, top_n, neighbours)
-        if row is not None and row.enriched_key not in (None, entry.key):
-            self._remove_cache(row.enriched_key)
+        """Store an enriched cache, record it, and drop the one it replaces; returns bytes written.
+
+        Nothing is kept, and 0 is returned, if a chunk that it was made with was deleted meanwhile.
+        """
+        with self._locks.hold(plain_key):
+            row = self.catalog.get(plain_key)
+            size = self.store.put(encode(entry, self.codec))
+            if not self.catalog.set_enriched(plain_key, entry.key, top_n, neighbours):
+                self.store.remove(entry.key)
+                return 0
+            if row is not None and row.enriched_key not in (None, entry.key):
+                self.store.remove(row.enriched_key)
+        self.store.make_room(keep=entry.key)
         return size
 
-    def _put(self, entry: Entry) -> int:
-        if self.store.disk is None:
-            return self.store.put(entry)
-        self.catalog.note_stored(entry.key, 0)  # announced, so that `gc` leaves the file alone until it counts
-        size = self.store.put(entry)
-        self.catalog.note_stored(entry.key, size)
-        self._make_room(keep=entry.key)
-        return size
-
-    def _make_room(self, keep: str) -> None:
-        """Drop the least recently used files above the disk budget; what is dropped is a miss later."""
-        if self.disk_bytes is None or (excess := self.catalog.num_bytes() - self.disk_bytes) <= 0:
-            return
-        for key, size in self.catalog.least_recently_used():
-            if excess <= 0:
-                break
-            if key != keep:
-                self._remove_cache(key)
-                excess -= size
-
-    def _remove_cache(self, key: str | None) -> None:
-        if key is not None:
+    def drop_plain(self, key: str) -> None:
+        """Drop a plain cache that can be computed again; the chunk stays known."""
+        with self._locks.hold(key):
             self.store.remove(key)
-            self.catalog.note_removed(key)
 
     def delete(self, scope: str, key: str, chunk_id: str | None) -> int:
         """Forget a chunk under one id (None: under all); returns the number of caches dropped.
@@ -110,39 +126,20 @@ class ChunkLibrary:
             self.catalog.remove_id(scope, chunk_id)
             if self.catalog.has_ids(key):
                 return 0
-        row = self.catalog.get(key)
-        touched = self.catalog.enriched_with(key)
-        self.catalog.clear_enriched(other.key for other in touched)
-        self.catalog.remove(key)
-        dropped = [key, *(other.enriched_key for other in [*touched, *([row] if row else [])] if other.enriched_key)]
-        for name in dropped:
-            self._remove_cache(name)
+        with self._locks.hold(key):
+            row = self.catalog.get(key)
+            # First the chunk, so that no enrichment with it can be recorded any more.
+            self.catalog.remove(key)
+            touched = self.catalog.forget_neighbour(key)
+            owners = [*touched, *([row] if row else [])]
+            dropped = [key, *(owner.enriched_key for owner in owners if owner.enriched_key)]
+            for name in dropped:
+                self.store.remove(name)
+        self.prefixes.forget(key)
         return len(dropped)
 
-    def gc(self) -> int:
-        """Remove files that no chunk refers to, and what dead writers left behind; returns how many files."""
-        if self.store.disk is None:
-            return 0
-        found = list(self.store.disk.list())  # before the catalog is read: what is recorded meanwhile is not stray
-        leftovers = list(self.store.disk.leftovers())
-        being_written = self.catalog.noted_since(time.time() - WRITING_S)
-        wanted = {name for row in self.catalog.all() for name in (row.key, row.enriched_key)} | being_written
-        stray = [key for key, _ in found if key not in wanted]
-        for key in stray:
-            self._remove_cache(key)
-        dead = [path for key, path in leftovers if key not in being_written or not is_being_written(path)]
-        for path in dead:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        return len(stray) + len(dead)
+    def gc(self, live: set[str] | None = None, grace_s: float = 0.0, *, is_dry_run: bool = False) -> Sweep:
+        return sweep(self, live, grace_s, is_dry_run=is_dry_run)
 
-    def verify(self) -> list[str]:
-        """Read every recorded cache; bad ones are moved aside. Returns one line a problem, none when all is well."""
-        problems = []
-        for row in self.catalog.all():
-            for kind, key in (("plain", row.key), ("enriched", row.enriched_key)):
-                if key is not None and self.store.read_fresh(key, row.token_ids) is None:
-                    problems.append(f"{kind} cache {key} of scope {row.scope!r} is missing or bad")
-        return problems
+    def verify(self, *, can_repair: bool = False) -> list[Problem]:
+        return verify(self, can_repair=can_repair)

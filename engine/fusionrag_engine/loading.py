@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 import torch
 
@@ -62,20 +60,3 @@ def check_ready_model(model: Any, config: EngineConfig) -> None:
         raise ConfigError(
             f"device={config.device!r}, but the model given is on {model.device}; move it, or leave 'auto'"
         )
-
-
-def local_directory(cache_dir: str | Path | None) -> Path | None:
-    """The local directory a path or `file://` URL names.
-
-    Raises:
-        ConfigError: a URL of another kind.
-    """
-    if cache_dir is None:
-        return None
-    text = str(cache_dir)
-    if "://" not in text:
-        return Path(text).expanduser()
-    url = urlparse(text)
-    if url.scheme != "file":
-        raise ConfigError(f"cache_dir={text!r} is not accepted; give a local directory or a file:// URL")
-    return Path(url2pathname(url.path))

@@ -54,7 +54,7 @@ class Prefiller:
         """Fill a canvas of `capacity` rows with the prompt. `arrival` is the request's `time.perf_counter()`."""
         canvas = self.runner.canvas(capacity)
         assembly = self.assembler.assemble(request, prompt, self.precomputer.prefix, canvas)
-        cached = [Segment(0, assembly.num_prefix_tokens), *assembly.exact, *assembly.reusable]
+        cached = [Segment(0, assembly.num_prefix_tokens), *assembly.reusable]
         fresh = _complement(cached, len(prompt.token_ids))
 
         begin = time.perf_counter()
@@ -82,6 +82,7 @@ class Prefiller:
         positions = wanted.nonzero().flatten()
         logits = self._compute(prompt, canvas, positions)
         assert logits is not None
+        self.assembler.offer(prompt, canvas, assembly)
         prefill_s = head_s + time.perf_counter() - begin
 
         num_prompt, num_computed = len(prompt.token_ids), num_head + len(positions)

@@ -6,7 +6,7 @@ FusionRAG, arXiv 2601.12904, section 3.1, eq. 10. Chunks go through the packed f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,18 @@ from .keys import token_fingerprint
 from .layout import PromptLayout
 from .library import ChunkLibrary
 from .neighbours import as_embeddings, content_digest, given_neighbours, most_similar
+from .refresh import Deadline, RefreshReport, find_stale
 from .rope import Rope
 from .runner import ModelRunner, Rows
 from .store import Entry
+from .store.codecs import encode
 from .types import Chunk, ChunkRecord, PrecomputeReport
 
 BATCH_BYTES = 256 << 20
 """Canvases of one batch together; a single longer sequence is a batch of its own."""
+
+REFRESH_STEP = 8
+"""Chunks enriched between two looks at the clock."""
 
 Progress = Callable[[int], Any]
 
@@ -67,6 +72,7 @@ class Precomputer:
         top_n: int,
         max_context: int,
         max_rows: int,
+        keep_plain: bool = True,
     ) -> None:
         self.runner = runner
         self.rope = rope
@@ -75,6 +81,7 @@ class Precomputer:
         self.top_n = top_n
         self.max_context = max_context
         self.max_rows = max_rows
+        self.keep_plain = keep_plain
         self._prefix: Canvas | None = None
 
     def prefix(self) -> Canvas:
@@ -100,7 +107,7 @@ class Precomputer:
         has_vectors = vectors is not None and any(vector is not None for vector in vectors)
         keys, jobs = self._jobs(chunks, vectors, counts)
 
-        missing = [job for job in jobs.values() if not self.library.store.has(job.key)]
+        missing = [job for job in jobs.values() if not self._is_stored(job.key)]
         update = progress(len(missing), "precompute")
         for job, entry in self._compute(missing):
             counts.bytes += self.library.put_plain(entry, job.scope, job.content, job.embedding)
@@ -110,19 +117,61 @@ class Precomputer:
         computed = {job.key for job in missing}
         for job in jobs.values():
             if job.key not in computed:
+                self.library.store.adopt(job.key)
                 self.library.catalog.add(ChunkRow(job.key, job.scope, job.content, tuple(job.token_ids)), job.embedding)
         self._name(chunks, keys)
 
         self._find_neighbours(chunks, keys, jobs, has_vectors, neighbours)
-        todo = [job for job in jobs.values() if job.neighbours]
-        update = progress(len(todo), "enrich")
-        for job, entry in self._compute(todo):
+        self._enrich([job for job in jobs.values() if job.neighbours], counts, progress)
+        self._drop_plain(jobs)
+        return self._report(chunks, keys, jobs, counts, has_vectors or neighbours is not None, begin)
+
+    def refresh(
+        self, scope: str | None, deadline: Deadline, progress: Callable[[int, str], Progress], *, is_dry_run: bool
+    ) -> RefreshReport:
+        """Enrich stale chunks again, the most changed first, until the deadline; see `refresh.find_stale`."""
+        begin = time.perf_counter()
+        counts = _Counts()
+        stale, jobs = [], []
+        for chunk in find_stale(self.library.catalog, scope, self.top_n):
+            job = _Job(chunk.row.key, chunk.row.scope, chunk.row.content, list(chunk.row.token_ids))
+            job.neighbours = self._that_fit(job, list(chunk.neighbours))
+            is_current = self.library.has_enriched(chunk.row, self.top_n)
+            if job.neighbours and not (is_current and list(chunk.row.neighbours) == job.neighbours):
+                stale.append(chunk)
+                jobs.append(job)
+        jobs = [] if is_dry_run else jobs[: deadline.num_chunks]
+        update = progress(len(jobs), "refresh")
+        for start in range(0, len(jobs), REFRESH_STEP):
+            if deadline.is_over(start):
+                break
+            self._enrich(jobs[start : start + REFRESH_STEP], counts, lambda _total, _phase: update)
+        self._drop_plain([job.key for job in jobs])
+        num_chunks = self.library.catalog.counts(scope)[0]
+        seconds = time.perf_counter() - begin
+        return RefreshReport(stale, num_chunks, counts.enriched_computed, counts.bytes, seconds)
+
+    def _enrich(self, jobs: Sequence[_Job], counts: _Counts, progress: Callable[[int, str], Progress]) -> None:
+        update = progress(len(jobs), "enrich")
+        for job, entry in self._compute(jobs):
             counts.bytes += self.library.put_enriched(entry, job.key, self.top_n, job.neighbours)
             counts.enriched_computed += 1
             counts.tokens += len(job.token_ids)
             update(1)
 
-        return self._report(chunks, keys, jobs, counts, has_vectors or neighbours is not None, begin)
+    def _is_stored(self, key: str) -> bool:
+        """Whether a chunk needs no plain cache: it has one, or it was enriched and the plain one was dropped."""
+        if self.library.store.has(key):
+            return True
+        row = None if self.keep_plain else self.library.catalog.get(key)
+        return row is not None and self.library.has_enriched(row, self.top_n)
+
+    def _drop_plain(self, keys: Iterable[str]) -> None:
+        """Without `keep_plain`, drop the plain caches of chunks that have an enriched one."""
+        for key in [] if self.keep_plain else keys:
+            row = self.library.catalog.get(key)
+            if row is not None and self.library.has_enriched(row, self.top_n):
+                self.library.drop_plain(key)
 
     def _name(self, chunks: Sequence[Chunk], keys: Sequence[str | None]) -> None:
         """Let each id name its chunk's content now. What an id named before goes when no id is left for it."""
@@ -256,8 +305,12 @@ class Precomputer:
         entry = self.library.store.get(key, row.token_ids)
         if entry is None:
             job = _Job(key, row.scope, row.content, list(row.token_ids))
-            ((_, entry),) = self._compute([job])
-            self.library.put_plain(entry, job.scope, job.content)
+            ((_, computed),) = self._compute([job])
+            entry = encode(computed, self.library.codec)
+            if self.keep_plain or row.enriched_key is None:
+                self.library.put_plain(computed, job.scope, job.content)
+            else:
+                self.library.store.put_in_memory(entry)
         return entry
 
     def _report(
@@ -294,9 +347,9 @@ class Precomputer:
     def record(self, chunk: Chunk, key: str) -> ChunkRecord:
         """What the library holds for a chunk now."""
         row = self.library.catalog.get(key)
-        if row is None or not self.library.store.has(key):
+        enriched = row.enriched_key if row is not None and self.library.has_enriched(row, self.top_n) else None
+        if row is None or (enriched is None and not self.library.store.has(key)):
             return ChunkRecord(chunk.id, None, scope=chunk.scope, reason="no cache is stored")
-        enriched = row.enriched_key if self.library.has_enriched(row, self.top_n) else None
         neighbours = row.neighbours if enriched else ()
         return ChunkRecord(
             chunk.id,

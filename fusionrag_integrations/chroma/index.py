@@ -56,9 +56,9 @@ class ChromaCacheIndex:
     @classmethod
     def from_engine(cls, engine: Engine, **settings: Any) -> ChromaCacheIndex:
         """As `open`; given neither `path` nor `client`, in `chroma` below the engine's `cache_dir`."""
-        from fusionrag_engine.loading import local_directory
+        from fusionrag_engine.opening import catalog_directory
 
-        directory = local_directory(engine.config.cache_dir)
+        directory = catalog_directory(engine.config)
         if directory is not None and not settings.keys() & {"path", "client"}:
             settings["path"] = directory / "chroma"
         return cls.open(**settings)
@@ -94,6 +94,23 @@ class ChromaCacheIndex:
                 if record is not None:
                     found[node_id] = record
         return found
+
+    def keys(self) -> set[str]:
+        """Content keys of every chunk that a record refers to: what `Engine.gc(live=...)` keeps."""
+        found: set[str] = set()
+        size = self.collection._client.get_max_batch_size()
+        for start in range(0, self.collection.count(), size):
+            result = self.collection.get(limit=size, offset=start, include=["metadatas"])
+            records = map(CacheRecord.from_metadata, result["metadatas"] or [])
+            found.update(record.key for record in records if record is not None)
+        return found
+
+    def gc(self, engine: Engine, *, grace_s: float = 3600.0, dry_run: bool = False) -> int:
+        """Delete the engine's chunks that no record here refers to; see `Engine.gc`.
+
+        For an engine whose nodes are all recorded here: with several indexes, give `Engine.gc` all their keys.
+        """
+        return engine.gc(live=self.keys(), grace_s=grace_s, dry_run=dry_run)
 
     def delete(self, node_ids: Iterable[str]) -> None:
         """Forget the records of these nodes: their rows in a collection of its own, else only our keys of them."""

@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from . import cache
 from .ask import ask
 from .ingest import ingest
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -2,9 +2,9 @@
 
     python ingest_process.py DIRECTORY JOB...
 
-A job is `point:count` (die at that point, the `count`-th time), `killed` (by SIGKILL, once its first file is there), or
-`together` (two processes ingest at once). Each job has its own subdirectory. Jobs run in forked children, so that the
-heavy imports happen once; no tensor is touched before.
+A job is `point:count` (die at that point, the `count`-th time), `killed:count` (two processes ingest at once, and both
+get SIGKILL once so many files are there), or `together` (two processes ingest at once). Each job has its own
+subdirectory. Jobs run in forked children, so that the heavy imports happen once; no tensor is touched before.
 """
 
 from __future__ import annotations
@@ -110,11 +110,13 @@ def main(root: Path, jobs: list[str]) -> None:
         if job.startswith("together"):
             children = [_child(lambda directory=directory: ingest(directory)) for _ in range(2)]
             expected = 0
-        elif job == "killed":
-            children, expected = [_child(lambda directory=directory: ingest(directory))], -signal.SIGKILL
-            while not list(directory.rglob("*.safetensors")):
+        elif job.startswith("killed"):
+            children = [_child(lambda directory=directory: ingest(directory)) for _ in range(2)]
+            expected = -signal.SIGKILL
+            while len(list(directory.rglob("*.safetensors"))) < int(job.split(":")[1]):
                 time.sleep(0.001)
-            os.kill(children[0], signal.SIGKILL)
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
         else:
             point, count = job.split(":")
 

@@ -90,7 +90,7 @@ def test_a_bad_setting_is_named(settings: dict[str, Any]) -> None:
         EngineConfig(**settings)
 
 
-@pytest.mark.parametrize("settings", [{"selector": 5}, {"cache_dir": "s3://bucket/x"}, {"device": "gpu"}], ids=str)
+@pytest.mark.parametrize("settings", [{"selector": 5}, {"cache_dir": "nosuch://bucket/x"}, {"device": "gpu"}], ids=str)
 def test_a_setting_that_only_an_engine_can_check_is_named(make_engine: MakeEngine, settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=name):

@@ -19,7 +19,9 @@ MakeEngine = Callable[..., Engine]
 SCRIPT = Path(__file__).with_name("ingest_process.py")
 # Files 1 to COUNT are the plain caches, the next COUNT the enriched ones.
 DEATHS = [
-    "killed",
+    "killed:1",
+    "killed:3",
+    "killed:7",
     "file-half-written:1",
     "file-half-written:7",
     "file-written:1",

@@ -235,7 +235,11 @@ def test_duplicate_misses_in_one_request_are_stored_once(make_engine: MakeEngine
     engine.prefill(Request("Who?", ["Same text.", "Same text.", "Same text."]))
     settle(engine)
     assert engine.stats()["num_chunks"] == 1
-    assert engine.prefill(Request("Who?", ["Same text.", "Same text."])).stats.chunk_status == ["prefix", "plain"]
+    assert engine.prefill(Request("Who?", ["Same text.", "Other.", "Same text."])).stats.chunk_status == [
+        "prefix",
+        "miss",
+        "plain",
+    ]
 
 
 def test_duplicate_chunks_in_one_ingestion_are_computed_once(make_engine: MakeEngine) -> None:

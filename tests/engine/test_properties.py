@@ -75,7 +75,9 @@ def test_every_prompt_token_is_accounted_for_once(
     reusable = by_status["enriched"] + by_status["plain"]
     assert stats.num_recomputed_tokens == round(ratio * reusable)
     cached = len(engine.layout.prefix_ids) + by_status["prefix"] + reusable
-    assert stats.num_reused_tokens == cached - stats.num_recomputed_tokens
+    # Text between chunks is cached where it is part of an exact prefix.
+    num_between = max(0, len(texts) - 1) * engine.count_tokens(engine.config.chunk_separator)
+    assert 0 <= stats.num_reused_tokens + stats.num_recomputed_tokens - cached <= num_between
 
     for (_, is_stored), size, status, reason in zip(pairs, lengths, stats.chunk_status, stats.miss_reason, strict=True):
         assert not (is_stored and size and status == "miss")

@@ -197,3 +197,34 @@ def test_requests_and_deletions_at_the_same_time_do_no_harm(tmp_path: Path, make
     settle(engine)
     engine.precompute(chunks, neighbours=ring(COUNT))
     assert engine.verify() == []
+
+
+def test_sharing_between_scopes_is_explicit_and_one_way(tmp_path: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(cache_dir=tmp_path, scope_sharing={"team": ["company"]})
+    engine.precompute(documents(2, scope="company"), neighbours=ring(2, 1))
+    engine.precompute(documents(2, first=2, scope="team"), neighbours=ring(2, 1))
+    shared = Request("Who?", documents(4, scope="team"))
+    assert engine.prefill(shared).stats.chunk_status == ["prefix", "enriched", "enriched", "enriched"]
+    assert engine.prefill(Request("Who?", documents(4, scope="company"))).stats.chunk_status[2:] == ["miss", "miss"]
+    assert engine.prefill(Request("Who?", documents(2, scope="other"))).stats.chunk_status == ["miss", "miss"]
+    settle(engine)
+    engine.delete([Chunk(documents(1)[0].text, scope="company")])
+    assert engine.prefill(shared).stats.chunk_status[0] == "miss"
+
+
+@pytest.mark.parametrize("sharing", ["a", {"a": "b"}, {"a": [1]}, {1: ["a"]}], ids=str)
+def test_sharing_that_is_no_map_of_lists_is_refused(make_engine: MakeEngine, sharing: object) -> None:
+    with pytest.raises(ConfigError, match="scope_sharing"):
+        make_engine(scope_sharing=sharing)
+
+
+def test_the_counters_of_a_scope_tell_nothing_of_another(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.precompute(documents(2, scope="a"), neighbours=ring(2, 1))
+    before = engine.stats(scope="b")
+    engine.prefill(Request("Who?", documents(2, scope="a")))
+    assert engine.stats(scope="b") == before
+    stats = engine.stats(scope="a")
+    assert (stats["num_requests"], stats["num_prefix"], stats["num_enriched"]) == (1, 1, 1)
+    assert (stats["num_chunks"], stats["num_enriched_chunks"]) == (2, 2)
+    assert (before["num_chunks"], before["num_requests"]) == (0, 0)
