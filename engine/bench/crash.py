@@ -10,6 +10,7 @@ A tiny random model; POSIX only.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import shutil
@@ -28,6 +29,8 @@ from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+LONGEST_S = 120.0
+"""A process that takes longer hangs: it shows where, and counts as failed."""
 SAME = 1e-4
 """Relative RMS of logits in float32."""
 
@@ -35,6 +38,7 @@ SAME = 1e-4
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # its thread may hold a lock while this process forks
     import_everything()
     longest = min(duration_of(args.chunks) for _ in range(2))
     draw, killed_with_files, failures = random.Random(args.seed), [], 0
@@ -87,6 +91,7 @@ def fork(work: Callable[[], Any]) -> int:
     if pid:
         return pid
     try:
+        faulthandler.dump_traceback_later(LONGEST_S, exit=True)
         work()
     except BaseException:
         traceback.print_exc()

@@ -19,6 +19,8 @@ logger = logging.getLogger("fusionrag")
 
 BUSY_S = 60
 """How long a write waits for another process that writes, in seconds."""
+READ_CACHE_KB = 32_000
+"""Pages that a reader keeps, so that looking something up is no matter of the disk."""
 _CLOSED = (-1, -1)
 """No file's identity: nothing is open, so the next call opens."""
 
@@ -57,6 +59,7 @@ class Database:
             self._reader = db
             if self.path is not None:
                 self._reader = sqlite3.connect(self.path, check_same_thread=False, timeout=BUSY_S)
+                self._reader.execute(f"PRAGMA cache_size = -{READ_CACHE_KB}")
         except BaseException:
             db.close()
             raise

@@ -104,7 +104,8 @@ def test_verify_reports_and_repairs(store: Path) -> None:
 
 
 def test_gc_removes_leftovers_and_only_says_so_in_a_dry_run(store: Path) -> None:
-    stray = _files(store)[0].with_name("00" * 32 + ".safetensors")
+    stray = _files(store)[0].parent.parent / "00" / ("00" * 32 + ".safetensors")
+    stray.parent.mkdir(exist_ok=True)
     stray.write_bytes(_files(store)[0].read_bytes())
     (found,) = _json("gc", store, "--dry-run")
     assert found["files"] == [stray.stem]

@@ -46,9 +46,15 @@ def from_buffer(buffer: Any, key: str) -> Entry:
     try:
         tensors, header = _parse(buffer)
         checksum = header.pop("checksum")
-        rest = {name: tensors.get(name) for name in ("key_scales", "value_scales")}
-        token_ids = tuple(tensors["token_ids"].tolist())
-        entry = Entry(header["key"], token_ids, int(header["start"]), tensors["keys"], tensors["values"], **rest)
+        entry = Entry(
+            key=header["key"],
+            token_ids=tuple(tensors["token_ids"].tolist()),
+            start=int(header["start"]),
+            keys=tensors["keys"],
+            values=tensors["values"],
+            key_scales=tensors.get("key_scales"),
+            value_scales=tensors.get("value_scales"),
+        )
     except _DAMAGE as error:
         raise CorruptEntryError(f"{type(error).__name__}: {error}") from error
     if header.get("format") != str(FORMAT_VERSION) or entry.key != key:

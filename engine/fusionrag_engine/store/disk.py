@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -163,8 +164,10 @@ class DiskTier:
             return 0
 
     def list(self) -> Iterator[tuple[str, int]]:
-        """Keys and sizes of all files."""
+        """Keys and sizes of all files; one that lies where we would not have put it is not ours."""
         for path in self.root.glob("??/*.safetensors"):
+            if path.name[:2] != path.parent.name:
+                continue
             try:
                 yield path.name.removesuffix(".safetensors"), path.stat().st_size
             except FileNotFoundError:  # removed by another process meanwhile
@@ -187,7 +190,8 @@ def _map(file: FileIO) -> mmap.mmap:
 
 def _read(file: FileIO, size: int) -> memoryview:
     """All bytes of a file; fewer, if that is all there are."""
-    view = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
+    buffer: Any = torch.empty(size, dtype=torch.uint8).numpy()
+    view = memoryview(buffer)
     done = 0
     while done < size and (count := file.readinto(view[done:])):
         done += count

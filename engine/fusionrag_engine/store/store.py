@@ -29,7 +29,7 @@ logger = logging.getLogger("fusionrag")
 
 DurableTier = DiskTier | RemoteTier
 FLUSH_USES = 256
-"""Uses gathered before the catalog hears of them."""
+"""Keys used before the catalog hears of them."""
 
 
 class ChunkStore:
@@ -54,7 +54,7 @@ class ChunkStore:
         self._catalog = catalog
         self._heat = HeatMap()
         self._pins: Counter[str] = Counter()
-        self._uses: Counter[str] = Counter()
+        self._uses: set[str] = set()
         self._guard = threading.Lock()
         self._reading = KeyLocks()
         self._warned: set[str] = set()
@@ -261,15 +261,15 @@ class ChunkStore:
     def _note_use(self, key: str) -> None:
         self._heat.use([key])
         with self._guard:
-            self._uses[key] += 1
-            is_full = self._uses.total() >= FLUSH_USES
+            self._uses.add(key)
+            is_full = len(self._uses) >= FLUSH_USES
         if is_full and self.durable:
             self.flush_uses()
 
     def flush_uses(self) -> None:
         """Let the catalog, and with it other processes, know what was used."""
         with self._guard:
-            uses, self._uses = self._uses, Counter()
+            uses, self._uses = self._uses, set()
         if self.durable and uses:
             self._catalog.note_uses({key: self._heat[key] for key in uses})
 
