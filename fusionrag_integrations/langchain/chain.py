@@ -73,7 +73,7 @@ def create_fusion_documents_chain(
 def with_documents(llm: Runnable[Any, Any], documents: Sequence[Document]) -> Runnable[Any, Any]:
     """The model with documents bound wherever a FusionRAG model is in it; other models are not told."""
     if isinstance(llm, EngineSettings):
-        return llm.bind(documents=list(documents))
+        return llm.bind(documents=list(documents), documents_in_prompt=True)
     if isinstance(llm, RunnableBindingBase):
         return llm.model_copy(update={"bound": with_documents(llm.bound, documents)})
     if isinstance(llm, RunnableWithFallbacks):
@@ -83,7 +83,8 @@ def with_documents(llm: Runnable[Any, Any], documents: Sequence[Document]) -> Ru
         alternatives = {name: _alternative(other, documents) for name, other in llm.alternatives.items()}
         return llm.model_copy(update={"default": with_documents(llm.default, documents), "alternatives": alternatives})
     if isinstance(llm, DynamicRunnable):  # configurable fields: the model is made anew at each call
-        return llm.bind(documents=list(documents)) if isinstance(llm.default, EngineSettings) else llm
+        is_ours = isinstance(llm.default, EngineSettings)
+        return llm.bind(documents=list(documents), documents_in_prompt=True) if is_ours else llm
     if isinstance(llm, RunnableSequence):
         return RunnableSequence(*(with_documents(step, documents) for step in llm.steps))
     return llm

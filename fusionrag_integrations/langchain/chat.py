@@ -26,7 +26,8 @@ class ChatFusionRAG(EngineSettings, BaseChatModel):
     Documents come with a call - `invoke(messages, documents=[...])`, `.bind(documents=[...])` - or with a message:
     `additional_kwargs["documents"]`, or the Documents in a `ToolMessage`'s artifact. Where their text stands in the
     prompt, it is taken from their caches. Where the messages hold the text of none of them, they are put in front of
-    the question, in the engine's own layout. Without documents it is any chat model: ordinary prefill.
+    the question, in the engine's own layout (`documents_in_prompt=True` in a call forbids it: the messages hold them in
+    another form). Without documents it is any chat model: ordinary prefill.
 
     What the cache did is in `message.response_metadata["fusionrag"]`; `explain(message)` makes a table of it.
 
@@ -60,8 +61,10 @@ class ChatFusionRAG(EngineSettings, BaseChatModel):
 
     def _make_call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, given: dict[str, Any]) -> Call:
         settings = self._call_settings(stop, given)
-        documents, scope = settings.pop("documents"), settings.pop("scope")
-        prompt = chat_prompt(self.engine, make_turns(messages), documents, scope)
+        documents, can_place = self._call_documents(given)
+        prompt = chat_prompt(
+            self.engine, make_turns(messages), documents, scope=settings.pop("scope"), can_place=can_place
+        )
         return Call(self.engine, self.model, prompt, prompt.request(**settings), self.timeout)
 
     def _generate(

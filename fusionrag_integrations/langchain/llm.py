@@ -55,10 +55,11 @@ class FusionRAGLLM(EngineSettings, LLM):
 
     def _make_call(self, text: str, stop: Sequence[str] | None, given: dict[str, Any]) -> Call:
         settings = self._call_settings(stop, given)
-        documents, scope = settings.pop("documents"), settings.pop("scope")
+        documents, can_place = self._call_documents(given)
+        scope = settings.pop("scope")
         turn = Turn("user", text)
-        if documents and not holds(turn, documents):
-            prompt = chat_prompt(self.engine, [turn], documents, scope)
+        if documents and can_place and not holds(turn, documents):
+            prompt = chat_prompt(self.engine, [turn], documents, scope=scope)
         else:
             prompt = split_prompt(text, documents, text, scope)
         return Call(self.engine, self.model, prompt, prompt.request(**settings), self.timeout)

@@ -43,7 +43,7 @@ class DocumentPrompt:
 
 
 def chat_prompt(
-    engine: Engine, turns: Sequence[Turn], documents: Sequence[Document], scope: str | None
+    engine: Engine, turns: Sequence[Turn], documents: Sequence[Document], *, scope: str | None, can_place: bool = True
 ) -> DocumentPrompt:
     """The prompt of a chat.
 
@@ -52,11 +52,12 @@ def chat_prompt(
             front of the last user turn, and documents of a user turn in front of that one, in the engine's own layout:
             its system prompt where the chat has none, its separators, its question template.
         scope: whose caches are used; None is the one each document was ingested into.
+        can_place: False where the chat is known to hold `documents` in some form.
     """
     turns = list(turns)
     known = {document.page_content for turn in turns for document in turn.documents}
     others = [document for document in documents if document.page_content not in known]
-    if others and not any(holds(turn, others) for turn in turns):
+    if others and can_place and not any(holds(turn, others) for turn in turns):
         users = [index for index, turn in enumerate(turns) if turn.role == "user"]
         last = users[-1] if users else len(turns) - 1
         turns[last] = _in_front(engine, others, turns[last])

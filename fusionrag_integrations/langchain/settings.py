@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
+from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -17,8 +18,9 @@ from .messages import make_turns, render
 logger = logging.getLogger("fusionrag")
 
 PER_CALL = ("max_tokens", "temperature", "top_p", "seed", "stop", "method", "recompute_ratio", "selector", "scope")
-FRAMEWORK = ("documents", "max_new_tokens", "stream", "model", "ls_structured_output_format")
-"""What else a call may be given: documents, another name for a setting, and LangChain's own."""
+FRAMEWORK = ("documents", "documents_in_prompt", "max_new_tokens", "stream", "model", "ls_structured_output_format")
+"""What else a call may be given: documents, whether the prompt holds them in some form already, another name for a
+setting, and LangChain's own."""
 _ALIASES = {"model_name": "model", "max_new_tokens": "max_tokens"}
 
 
@@ -102,7 +104,7 @@ class EngineSettings(BaseModel):
         }
 
     def _call_settings(self, stop: Sequence[str] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of one call, its own where it has them, by the engine's names; "scope" and "documents" beside."""
+        """Settings of one call, its own where it has them, by the engine's names."""
         named = {_ALIASES.get(name, name): value for name, value in given.items() if value is not None}
         if ignored := sorted(set(named) - {*PER_CALL, *FRAMEWORK}):
             # Frameworks pass on what was meant for other models, so this is not an error.
@@ -113,8 +115,12 @@ class EngineSettings(BaseModel):
         values = {name: named.get(name, getattr(self, name)) for name in PER_CALL}
         values["max_new_tokens"] = values.pop("max_tokens")
         values["stop"] = values["stop"] or ()
-        values["documents"] = as_documents(named.get("documents", ()))
         return values
+
+    @staticmethod
+    def _call_documents(given: Mapping[str, Any]) -> tuple[list[Document], bool]:
+        """The documents of one call, and whether they may be put into the prompt where it does not hold them."""
+        return as_documents(given.get("documents") or ()), not given.get("documents_in_prompt")
 
     # Token counts: LangChain's own would fetch another model's tokenizer
 
