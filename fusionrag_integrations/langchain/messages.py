@@ -76,9 +76,14 @@ def _text(message: BaseMessage) -> str:
 
 
 def _artifact_documents(artifact: Any) -> list[Document]:
-    """The Documents in a tool's artifact, which may be anything."""
+    """The Documents in a tool's artifact, which may be anything. From a checkpoint they come back as mappings."""
     items = artifact if isinstance(artifact, (list, tuple)) else [artifact]
-    return [item for item in items if isinstance(item, Document)]
+    return as_documents([item for item in items if _is_document(item)])
+
+
+def _is_document(item: Any) -> bool:
+    is_mapped = isinstance(item, Mapping) and item.get("type") == "Document" and "page_content" in item
+    return isinstance(item, Document) or is_mapped
 
 
 def render(engine: Engine, turns: Sequence[Turn]) -> str:
