@@ -7,23 +7,27 @@ from typing import TYPE_CHECKING, Any
 from fusionrag_integrations.explain import explain
 
 from .callbacks import CacheReport
+from .calls import AnswerTimeoutError
 from .chain import create_fusion_documents_chain, default_prompt
-from .chat import ChatFusionRAG
+from .chat import ChatFusionRAG, ToolsNotSupportedError
 from .llm import FusionRAGLLM
-from .transformer import FusionRAGDocumentTransformer
+from .transformer import FusionRAGDocumentTransformer, release
 
 if TYPE_CHECKING:
     from .vector_store import FusionRAGChroma
 
 __all__ = [
+    "AnswerTimeoutError",
     "CacheReport",
     "ChatFusionRAG",
     "FusionRAGChroma",
     "FusionRAGDocumentTransformer",
     "FusionRAGLLM",
+    "ToolsNotSupportedError",
     "create_fusion_documents_chain",
     "default_prompt",
     "explain",
+    "release",
 ]
 
 

@@ -12,12 +12,16 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import model_validator
 
-from fusionrag_engine import TokenDelta
+from fusionrag_engine import FusionRAGError, TokenDelta
 
 from .calls import Call, usage
 from .messages import make_turns
 from .prompting import chat_prompt
 from .settings import EngineSettings
+
+
+class ToolsNotSupportedError(FusionRAGError, NotImplementedError):
+    """Tool calls or structured output were asked of a model that cannot give them."""
 
 
 class ChatFusionRAG(EngineSettings, BaseChatModel):
@@ -58,6 +62,18 @@ class ChatFusionRAG(EngineSettings, BaseChatModel):
     @property
     def _llm_type(self) -> str:
         return "fusionrag-chat"
+
+    def bind_tools(self, tools: Sequence[Any], **_kwargs: Any) -> Any:
+        """Not possible; `with_structured_output` would need it too.
+
+        Raises:
+            ToolsNotSupportedError: always.
+        """
+        raise ToolsNotSupportedError(
+            "ChatFusionRAG calls no tools and gives no structured output: the engine has no constrained decoding that "
+            "would make a model's text a valid call. Let a graph call the retrieval tool, and give the model its "
+            "ToolMessage; parse answers with an output parser"
+        )
 
     def _make_call(self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, given: dict[str, Any]) -> Call:
         settings = self._call_settings(stop, given)

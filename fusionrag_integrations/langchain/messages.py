@@ -23,13 +23,12 @@ _IGNORED_BLOCKS = ("text", "reasoning", "thinking", "tool_use", "tool_call", "to
 
 @dataclass
 class Turn:
-    """One message. `documents` came with it; those of a tool (`is_artifact`) are what the tool made its text from.
-    `has_context`: documents were put in front of the message's own text."""
+    """One message. `documents` came with it; those of a tool are what the tool made its text from. `has_context`:
+    documents were put in front of the message's own text."""
 
     role: str
     content: str
     documents: list[Document] = field(default_factory=list)
-    is_artifact: bool = False
     has_context: bool = False
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
@@ -45,16 +44,15 @@ def make_turns(messages: Sequence[BaseMessage]) -> list[Turn]:
 
 def _make_turn(message: BaseMessage) -> Turn:
     turn = Turn(_role(message), _text(message))
-    if given := message.additional_kwargs.get("documents"):
-        turn.documents = as_documents(given)
-    elif isinstance(message, ToolMessage):
-        turn.documents = _artifact_documents(message.artifact)
-        turn.is_artifact = True
-    if isinstance(message, AIMessage):
+    if isinstance(message, AIMessage):  # "documents" in its kwargs are what another model cites
         turn.tool_calls = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
             for call in message.tool_calls
         ]
+    elif given := message.additional_kwargs.get("documents"):
+        turn.documents = as_documents(given)
+    elif isinstance(message, ToolMessage):
+        turn.documents = _artifact_documents(message.artifact)
     return turn
 
 
@@ -104,7 +102,14 @@ def render(engine: Engine, turns: Sequence[Turn]) -> str:
                 merged[-1]["content"] += "\n\n" + turn.content
             else:
                 merged.append({"role": role, "content": turn.content})
-        return engine.render_chat(merged)
+        try:
+            return engine.render_chat(merged)
+        except TemplateError as error:
+            roles = [turn.role for turn in turns]
+            raise FusionRAGError(
+                f"the model's chat template refuses messages of the roles {roles}: {error}; "
+                f"give them in an order it takes"
+            ) from error
 
 
 def _message(turn: Turn) -> dict[str, Any]:

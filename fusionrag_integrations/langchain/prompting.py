@@ -62,7 +62,7 @@ def chat_prompt(
         last = users[-1] if users else len(turns) - 1
         turns[last] = _in_front(engine, others, turns[last])
     for index, turn in enumerate(turns):
-        if turn.documents and not turn.is_artifact and not holds(turn, turn.documents):
+        if turn.documents and turn.role == "user" and not holds(turn, turn.documents):
             turns[index] = _in_front(engine, turn.documents, turn)
     if any(turn.has_context for turn in turns) and all(turn.role != "system" for turn in turns):
         system = [item for item in engine.default_messages("", "") if item["role"] == "system"]

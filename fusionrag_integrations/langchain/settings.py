@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from langchain_core.documents import Document
@@ -55,6 +56,8 @@ class EngineSettings(BaseModel):
             raise UnknownSettingError(f"{cls.__name__} has no setting {unknown}; accepted: {accepted}")
         if isinstance(values.get("stop"), str):
             values["stop"] = [values["stop"]]
+        if isinstance(values.get("model"), Path):
+            values["model"] = str(values["model"])
         return values
 
     @model_validator(mode="after")

@@ -80,7 +80,7 @@ class FusionRAGDocumentTransformer(BaseDocumentTransformer):
             "other processes if need be, and transform in this one"
         )
 
-    def transform_documents(self, documents: Sequence[Document], **_kwargs: Any) -> Sequence[Document]:
+    def transform_documents(self, documents: Sequence[Document], **_kwargs: Any) -> list[Document]:
         """Compute what is missing; returns copies that name their caches. (`atransform_documents` does so in a
         thread.)"""
         named = [with_reference(document, self.scope) for document in documents]

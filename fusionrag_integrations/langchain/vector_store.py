@@ -79,7 +79,9 @@ class FusionRAGChroma(Chroma):
         kept = set(map(_held, self._rows([str(row.id) for row in old])))
         gone = [row for row in old if _held(row) not in kept]
         names = list({row.metadata[ID_KEY] for row in gone if ID_KEY in row.metadata})
-        still = {row.metadata[ID_KEY] for row in self._rows(where={ID_KEY: {"$in": names}})} if names else set()
+        size = self._client.get_max_batch_size()
+        parts = [{ID_KEY: {"$in": names[start : start + size]}} for start in range(0, len(names), size)]
+        still = {row.metadata[ID_KEY] for part in parts for row in self._rows(where=part)}
         release(self._engine, [row for row in gone if row.metadata.get(ID_KEY) not in still])
 
 

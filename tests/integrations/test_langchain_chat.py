@@ -28,8 +28,7 @@ from fusionrag_engine import (
     Request,
     UnknownSettingError,
 )
-from fusionrag_integrations.langchain import CacheReport, ChatFusionRAG, FusionRAGLLM, explain
-from fusionrag_integrations.langchain.calls import AnswerTimeoutError
+from fusionrag_integrations.langchain import AnswerTimeoutError, CacheReport, ChatFusionRAG, FusionRAGLLM, explain
 from tests.integrations.langchain_support import MODES, Tokens, exact_model, ingest, plain_documents, run
 from tests.integrations.support import QUESTION, SYSTEM, TEXTS, settle
 from tests.tiny_models import CHAT_TEMPLATE, build_tokenizer
@@ -192,6 +191,19 @@ def test_strict_chat_templates(make_engine: Callable[..., Engine]) -> None:
     assert "differs from what was ingested" in str(explain(message).rows[0].reason)
 
 
+def test_a_chat_template_that_refuses_the_messages_says_so(make_engine: Callable[..., Engine]) -> None:
+    picky = "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('user last') }}{% endif %}" + CHAT_TEMPLATE
+    model = ChatFusionRAG(engine=make_engine(tokenizer=build_tokenizer(chat_template=picky)))
+    with pytest.raises(FusionRAGError, match=r"refuses messages of the roles .*user last"):
+        model.invoke([HumanMessage("Hello"), AIMessage("Hi")])
+
+
+def test_what_another_model_cited_is_left_alone(engine: Engine) -> None:
+    """ChatCohere's answers carry "documents" of its own form."""
+    cited = AIMessage("At noon.", additional_kwargs={"documents": [{"id": "1", "data": {"snippet": "..."}}]})
+    assert ChatFusionRAG(engine=engine).invoke([HumanMessage("When?"), cited, HumanMessage("Why?")]).content
+
+
 def test_content_blocks(engine: Engine) -> None:
     model = ChatFusionRAG(engine=engine)
     parts: Any = [{"type": "text", "text": "Hel"}, "lo"]
@@ -325,7 +337,7 @@ def test_unknown_and_wrong_settings(engine: Engine, model_class: Any, caplog: py
 def test_made_from_a_name(tmp_path: Any, engine: Engine) -> None:
     engine.model.save_pretrained(tmp_path)
     engine.tokenizer.save_pretrained(tmp_path)
-    model = ChatFusionRAG(model=str(tmp_path), engine_config=EngineConfig(system_prompt=SYSTEM, max_new_tokens=8))
+    model = ChatFusionRAG(model=tmp_path, engine_config=EngineConfig(system_prompt=SYSTEM, max_new_tokens=8))
     assert model.invoke("Hello").content == ChatFusionRAG(engine=engine).invoke("Hello").content
     assert model.invoke("Hello").response_metadata["model_name"] == str(tmp_path)
     model.engine.close()

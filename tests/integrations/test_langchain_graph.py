@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import PromptTemplate
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
@@ -14,7 +15,7 @@ from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode
 
 from fusionrag_engine import Engine
-from fusionrag_integrations.langchain import ChatFusionRAG, explain
+from fusionrag_integrations.langchain import ChatFusionRAG, ToolsNotSupportedError, explain
 from tests.integrations.langchain_support import LetterEmbeddings, exact_model, ingest
 from tests.integrations.support import QUESTION, SYSTEM, settle
 
@@ -43,8 +44,6 @@ def retrieve_then_answer(engine: Engine, model: ChatFusionRAG, **tool_settings: 
 
     async def aanswer(state: MessagesState) -> Any:
         return {"messages": [await model.ainvoke([SystemMessage(SYSTEM), *state["messages"]])]}
-
-    from langchain_core.runnables import RunnableLambda
 
     graph = StateGraph(MessagesState)
     graph.add_node("look_up", look_up)
@@ -95,3 +94,11 @@ def test_a_second_question_keeps_the_first_ones_documents(engine: Engine) -> Non
     settle(engine)
     full = ChatFusionRAG(engine=engine, method="full").invoke([SystemMessage(SYSTEM), *messages[:-1]])
     assert messages[-1].content == full.content
+
+
+def test_tools_and_structured_output_are_refused_with_what_to_do_instead(engine: Engine) -> None:
+    model = ChatFusionRAG(engine=engine)
+    with pytest.raises(ToolsNotSupportedError, match="Let a graph call the retrieval tool"):
+        model.bind_tools([])
+    with pytest.raises(NotImplementedError, match="output parser"):
+        model.with_structured_output({"title": "Answer", "type": "object", "properties": {}})

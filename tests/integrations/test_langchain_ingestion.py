@@ -27,8 +27,8 @@ from fusionrag_integrations.langchain import (
     create_fusion_documents_chain,
     default_prompt,
     explain,
+    release,
 )
-from fusionrag_integrations.langchain.transformer import release
 from tests.integrations.langchain_support import MODES, LetterEmbeddings, ingest, plain_documents, run
 from tests.integrations.support import QUESTION, TEXTS, new_collection, settle
 
@@ -322,3 +322,13 @@ def test_other_vector_stores_release_by_hand(engine: Engine) -> None:
     assert engine.stats()["num_chunks"] == 3
     with pytest.raises(ConfigError, match="documents contain 1"):
         release(engine, [1])  # type: ignore[list-item]
+
+
+def test_a_text_that_a_question_cached_without_a_name_goes_with_its_row(engine: Engine) -> None:
+    store = new_store(engine)
+    (row,) = store.add_texts(TEXTS[:1])
+    ChatFusionRAG(engine=engine).invoke(QUESTION, documents=TEXTS[:1])
+    settle(engine)
+    assert engine.has(TEXTS[0]).kind == "plain"
+    store.delete([row])
+    assert engine.has(TEXTS[0]).kind == "none"
