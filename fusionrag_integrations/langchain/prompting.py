@@ -74,8 +74,7 @@ def chat_prompt(
 
 def holds(turn: Turn, documents: Sequence[Document]) -> bool:
     """Whether a turn's text has the text of one of the documents in it."""
-    texts = (document.page_content.strip() for document in documents)
-    return any(text and text in turn.content for text in texts)
+    return any(locate([document.page_content], turn.content)[0] for document in documents)
 
 
 def _in_front(engine: Engine, documents: Sequence[Document], turn: Turn) -> Turn:

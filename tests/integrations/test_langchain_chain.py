@@ -126,6 +126,7 @@ async def test_answers_are_the_engines_own_and_caches_are_used(
     inputs = value if isinstance(value, dict) else {"input": value}
     assert answer == full_answer(engine, prompt, {**inputs, "context": documents})
     expected = ["prefix" if entry_point is _default_prompt else "enriched", *["enriched"] * 4]
+    assert len(report.calls) == (2 if entry_point is _history_aware else 1)  # it rephrases the question first
     assert statuses(report)[-5:] == expected
     assert "miss" not in statuses(report)
 
@@ -229,7 +230,8 @@ def test_no_documents(engine: Engine) -> None:
 
 
 def test_the_default_prompt_renders_to_the_engines_own_layout(make_engine: Callable[..., Engine]) -> None:
-    for settings in ({"system_prompt": "Use {braces} and {context}."}, {"system_prompt": ""}, {}):
+    braces = {"system_prompt": "Use {braces} and {context}.", "question_template": "\n\nAs {json}: {question}"}
+    for settings in (braces, {"system_prompt": ""}, {}):
         engine = make_engine(**cast(Any, settings))
         documents = ingest(engine)
         report = CacheReport()
@@ -272,7 +274,12 @@ def test_a_foreign_model_gets_the_same_prompt_and_no_documents() -> None:
 
 @pytest.mark.parametrize("is_ours_chosen", [True, False])
 def test_alternatives_and_fallbacks(engine: Engine, is_ours_chosen: bool) -> None:
-    foreign = GenericFakeChatModel(messages=iter([AIMessage("theirs")] * 4))
+    class Strict(GenericFakeChatModel):
+        def _generate(self, messages: Any, stop: Any = None, run_manager: Any = None, **kwargs: Any) -> Any:
+            assert not kwargs  # as clients of remote models do
+            return super()._generate(messages, stop, run_manager)
+
+    foreign = Strict(messages=iter([AIMessage("theirs")] * 4))
     ours = exact_model(engine)
     inputs = {"context": ingest(engine), "input": QUESTION}
     either = ours.configurable_alternatives(ConfigurableField(id="model"), theirs=foreign, late=lambda: foreign)

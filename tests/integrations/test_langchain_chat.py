@@ -158,6 +158,13 @@ def test_documents_as_text_and_mappings(engine: Engine) -> None:
         ChatFusionRAG(engine=engine).invoke("?", documents=[3])
 
 
+def test_a_document_of_one_word_that_the_question_has_within_another(engine: Engine) -> None:
+    documents = [Document("no", id="short"), Document("yes", id="other")]
+    message = exact_model(engine).invoke([HumanMessage("Do you know?")], documents=documents)
+    assert len(explain(message).rows) == 2
+    assert message.content == engine.generate(Request("Do you know?", ["no", "yes"], method="full")).text
+
+
 def test_a_chat_with_history_and_documents_of_two_turns(engine: Engine) -> None:
     documents = ingest(engine)
     messages = [

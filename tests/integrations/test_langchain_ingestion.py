@@ -269,6 +269,15 @@ def test_rows_that_are_written_over_release_what_they_held(engine: Engine) -> No
     assert all(engine.has(text).kind != "none" for text in [EDITED, *TEXTS[1:]])
 
 
+async def test_writing_the_same_again_keeps_what_a_question_cached(engine: Engine) -> None:
+    store = new_store(engine)
+    store.add_documents(plain_documents())
+    await ask(engine, store)
+    settle(engine)
+    store.add_documents(plain_documents())
+    assert engine.stats()["num_chunks"] == 5
+
+
 def test_an_update_with_a_document_that_was_not_ingested_forgets_the_old_name(engine: Engine) -> None:
     store = new_store(engine)
     (row,) = store.add_documents(list(ingest(engine, TEXTS[:1])))

@@ -65,7 +65,13 @@ def test_a_short_text_is_found_beside_its_neighbours_and_not_in_the_instructions
 
 def test_a_word_is_not_found_within_a_word() -> None:
     assert starts(["no"], "I know: no") == [8]
-    assert starts(["no"], "I know") == [3]  # languages without spaces have no words to keep whole
+    assert starts(["no"], "I know") == [None]
+    assert starts(["a text that is long enough"], "xa text that is long enoughx") == [1]
+
+
+def test_order_counts_more_than_nearness() -> None:
+    prompt = "yes\nA long document.\nAnd some text in between.\nyes\nAnother long document."
+    assert starts(["A long document.", "yes", "Another long document."], prompt)[1] == prompt.rindex("yes")
 
 
 def test_surrounding_whitespace_that_a_template_stripped() -> None:
