@@ -1,7 +1,7 @@
-"""What the adapters add to a call: wall time of `LLM.predict` over nodes and of a whole `query`, minus that of
-`Engine.generate` on the very same request, on a tiny random model with prompts of real size.
+"""What the adapters add to a call: wall time of one call over nodes or documents, minus that of `Engine.generate` on
+the very same request, on a tiny random model with prompts of real size.
 
-The three run in turn, so that the machine's noise meets all of them; medians are compared.
+All run in turn, so that the machine's noise meets all of them; medians are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     args = parser.parse_args()
     engine = Engine(tiny_model(), tokenizer(args.tokenizer), EngineConfig(max_new_tokens=4, recompute_ratio=0.0))
-    calls = llama_index_calls(engine, corpus(args.chunks, args.chunk_chars))
+    texts = corpus(args.chunks, args.chunk_chars)
+    calls = {**llama_index_calls(engine, texts), **langchain_calls(engine, texts)}
     figures = measure(calls, args.repeats)
     base = figures["engine.generate"]
     for name, milliseconds in figures.items():
@@ -83,6 +84,21 @@ def llama_index_calls(engine: Engine, texts: list[str]) -> dict[str, Callable[[]
         "engine.generate": lambda: engine.generate(Request(QUESTION, texts)),
         "FusionRAGLLM.predict": lambda: llm.predict(template, query_str=QUESTION, retrieved_nodes=scored),
         "FusionRAGSynthesizer.synthesize": lambda: synthesizer.synthesize(QUESTION, scored),
+    }
+
+
+def langchain_calls(engine: Engine, texts: list[str]) -> dict[str, Callable[[], Any]]:
+    """The same request by the chat model, and by a documents chain."""
+    from langchain_core.documents import Document
+
+    from fusionrag_integrations.langchain import ChatFusionRAG, create_fusion_documents_chain, default_prompt
+
+    documents = [Document(text) for text in texts]
+    model = ChatFusionRAG.from_engine(engine)
+    chain = create_fusion_documents_chain(model, default_prompt(engine))
+    return {
+        "ChatFusionRAG.invoke": lambda: model.invoke(QUESTION, documents=documents),
+        "create_fusion_documents_chain": lambda: chain.invoke({"context": documents, "input": QUESTION}),
     }
 
 

@@ -98,6 +98,38 @@ assert "no chunks" in str(explain(Stats()))
     )
 
 
+def test_langchain_adapter_without_llama_index_and_chroma(repository: Path) -> None:
+    run(
+        repository,
+        [*LLAMA_INDEX, *CHROMA, "langchain", "langchain_classic", "langchain_community", "langchain_chroma"],
+        """
+from fusionrag_integrations.langchain import (
+    CacheReport, ChatFusionRAG, FusionRAGDocumentTransformer, FusionRAGLLM, create_fusion_documents_chain, explain,
+)
+from langchain_core.documents import Document
+from langchain_core.prompts import PromptTemplate
+from fusionrag_engine import Engine, EngineConfig
+from tests.tiny_models import build_model, build_tokenizer
+engine = Engine(build_model("llama"), build_tokenizer(), EngineConfig(max_new_tokens=2))
+documents = FusionRAGDocumentTransformer.from_engine(engine).transform_documents([Document("some text")])
+message = ChatFusionRAG.from_engine(engine).invoke("What?", documents=list(documents))
+assert [row.status for row in explain(message).rows] == ["prefix"]
+prompt = PromptTemplate.from_template("{context}")
+chain = create_fusion_documents_chain(FusionRAGLLM.from_engine(engine), prompt)
+report = CacheReport()
+chain.invoke({"context": documents}, {"callbacks": [report]})
+assert [row.status for row in explain(report).rows] == ["plain"]
+engine.close()
+try:
+    from fusionrag_integrations.langchain import FusionRAGChroma
+except ModuleNotFoundError as error:
+    assert error.name == "langchain_chroma"
+else:
+    raise AssertionError("the vector store needs langchain-chroma")
+""",
+    )
+
+
 def test_chroma_adapter_without_frameworks_and_torch(repository: Path) -> None:
     """Records are read and written without the engine: no torch, no transformers."""
     run(
