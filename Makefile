@@ -12,7 +12,7 @@ demo: $(MODEL)/model.safetensors
 	$(BIN)/python cookbook/demo.py --model $(MODEL)
 
 test: $(MODEL)/model.safetensors
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
