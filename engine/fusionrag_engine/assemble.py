@@ -83,6 +83,7 @@ class Assembler:
         self._place_prefix(prompt, prefix(), canvas, result)
         begin_of_chunks = result.num_prefix_tokens
         self._place_path(request, prompt, canvas, result)
+        self._expect(request, prompt, result)
         for segment in prompt.chunks:
             if segment.start < segment.stop <= result.num_prefix_tokens:
                 result.status.append("prefix")
@@ -93,6 +94,17 @@ class Assembler:
         starts = [segment.start for segment in result.reusable]
         result.num_exact_tokens = min(starts, default=len(prompt.token_ids))
         return result
+
+    def _expect(self, request: Request, prompt: Prompt, result: Assembly) -> None:
+        begin = time.perf_counter()
+        chunks = as_chunks(request.chunks)
+        wanted = [
+            (prompt.token_ids[segment.start : segment.stop], chunks[segment.chunk].scope)
+            for segment in prompt.chunks
+            if segment.chunk is not None and segment.stop > max(result.num_prefix_tokens, segment.start)
+        ]
+        self.library.expect(wanted, self.top_n if request.method == "fusionrag" else None)
+        result.load_s += time.perf_counter() - begin
 
     def offer(self, prompt: Prompt, canvas: Canvas, assembly: Assembly) -> None:
         """Once a prompt's missing rows are computed: keep those that are exact for the prompts to come. `method="full"`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +71,15 @@ class ChunkLibrary:
         """The scope itself, and those it may read."""
         return [scope, *self._sharing.get(scope, ())]
 
-    def cache_keys(self, token_ids: Sequence[int], scope: str, top_n: int) -> list[str]:
-        """Keys under which a request may find this chunk, to be pinned or loaded ahead: plain, then enriched."""
-        plain = [self.keys.plain(token_ids, readable) for readable in self.readable(scope)]
-        enriched = (self.catalog.enriched_key(key, top_n) for key in plain)
-        return [*plain, *(key for key in enriched if key is not None)]
+    def expect(self, chunks: Iterable[tuple[Sequence[int], str]], top_n: int | None) -> None:
+        """Let the system begin to read what a request loads next, for chunks given as token ids and scope: enriched
+        caches made with `top_n`, plain ones where there is none or it is None."""
+        if self.store.disk is None:
+            return
+        keys = [self.keys.plain(token_ids, scope) for token_ids, scope in chunks]
+        if top_n is not None:
+            keys = [self.catalog.enriched_key(key, top_n) or key for key in keys]
+        self.store.expect(keys)
 
     def has_enriched(self, row: ChunkRow, top_n: int) -> bool:
         return row.enriched_key is not None and row.top_n == top_n and self.store.has(row.enriched_key)

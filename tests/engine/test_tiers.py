@@ -18,7 +18,7 @@ from fusionrag_engine.catalog import Catalog
 from fusionrag_engine.errors import ConfigError
 from fusionrag_engine.heat import HALF_LIFE_S, HeatMap, heated
 from fusionrag_engine.store import ChunkStore, DiskTier, Entry, MemoryTier, RemoteTier
-from tests.engine.support import assert_same, cache_files, documents, full, in_threads, ring
+from tests.engine.support import assert_same, cache_files, documents, full, in_threads, ring, tiny_engine
 
 MakeEngine = Callable[..., Engine]
 COUNT = 4
@@ -69,6 +69,20 @@ def test_what_is_expected_may_be_missing_or_known(make_store: Callable[..., Chun
     store.expect([_key(1)])
     assert entry is not None
     assert store.load(_key(2)) is None
+
+
+@pytest.mark.parametrize("method", ["fusionrag", "reuse"])
+def test_a_request_expects_the_files_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    chunks = documents(4)
+    with tiny_engine(cache_dir=tmp_path, host_bytes=0) as engine:
+        records = engine.precompute(chunks, neighbours=ring(4)).records
+        expected: list[str] = []
+        disk = engine.library.store.disk
+        assert disk is not None
+        monkeypatch.setattr(disk, "expect", expected.append)
+        engine.prefill(Request("Who?", chunks, method=method, recompute_ratio=0.0))
+        wanted = [record.enriched_key if method == "fusionrag" else record.key for record in records]
+        assert expected == wanted[1:]
 
 
 def test_heat_counts_uses_and_forgets_them() -> None:
