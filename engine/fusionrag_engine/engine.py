@@ -9,13 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .answering import Answering, decode_together
 from .assemble import Assembler
 from .config import EngineConfig
-from .decode import Sampler, TextStream, end_tokens
+from .decode import end_tokens
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .keys import CacheKeys, model_fingerprint, token_fingerprint, tokenizer_fingerprint
 from .layout import Prompt, PromptLayout
@@ -26,12 +26,15 @@ from .opening import open_library
 from .precompute import Precomputer
 from .progress import ProgressBars
 from .rope import read_rope
-from .runner import ModelRunner, Rows
+from .runner import ModelRunner
 from .selectors import resolve_selector
 from .selfcheck import refuse_by_config, self_check
 from .types import Chunk, ChunkRecord, Generation, PrecomputeReport, Prefill, Request, TokenDelta, as_chunks
 
 logger = logging.getLogger("fusionrag")
+
+DECODE_TOGETHER = 8
+"""Requests of one `generate_many` whose canvases are held, and decoded, at the same time."""
 
 
 class Engine(Maintenance):
@@ -248,8 +251,22 @@ class Engine(Maintenance):
         return _collect(list(self.stream(request)))
 
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
-        """The answers of several requests, in order."""
-        return [self.generate(request) for request in requests]
+        """The answers of several requests, in order; decoded together, up to `DECODE_TOGETHER` in one forward."""
+        answers: list[Generation] = []
+        arrival = time.perf_counter()
+        for start in range(0, len(requests), DECODE_TOGETHER):
+            answers += self._generate_together(requests[start : start + DECODE_TOGETHER], arrival)
+        return answers
+
+    def _generate_together(self, requests: Sequence[Request], arrival: float) -> list[Generation]:
+        answers = []
+        for request in requests:
+            answers.append(self._begin_answer(request, arrival))
+            self._store_misses(request, answers[-1].done)  # known to the requests behind it, as one after another
+        deltas: list[list[TokenDelta]] = [[] for _ in answers]
+        for index, delta in decode_together(self.runner, answers):
+            deltas[index].append(delta)
+        return [_collect(each) for each in deltas]
 
     def stream(self, request: Request) -> Iterator[TokenDelta]:
         """The answer token by token; the last delta carries the stats. Closing the iterator stops the generation."""
@@ -273,34 +290,18 @@ class Engine(Maintenance):
                 self._async_worker.submit(deltas.close)  # type: ignore[attr-defined]
 
     def _stream(self, request: Request) -> Iterator[TokenDelta]:
-        arrival = time.perf_counter()
+        answer = self._begin_answer(request, time.perf_counter())
+        try:
+            for _, delta in decode_together(self.runner, [answer]):
+                yield delta
+        finally:
+            self._store_misses(request, answer.done)
+
+    def _begin_answer(self, request: Request, arrival: float) -> Answering:
         prompt = self._admit(request)
         limit = min(request.max_new_tokens or self.config.max_new_tokens, self.max_context - len(prompt.token_ids) + 1)
         done = self._prefill(request, prompt, num_new=limit, arrival=arrival)
-        try:
-            yield from self._decode(request, done, limit, arrival)
-        finally:
-            self._store_misses(request, done)
-
-    def _decode(self, request: Request, done: Prefilled, limit: int, arrival: float) -> Iterator[TokenDelta]:
-        sampler = Sampler(request.temperature, request.top_p, request.seed)
-        text = TextStream(self.tokenizer, request.stop)
-        token = sampler.sample(done.logits)
-        ttft_s, decode_s = time.perf_counter() - arrival, 0.0
-        for num_generated in range(1, limit + 1):
-            is_end = token in self._end_tokens
-            piece = "" if is_end else text.push(token)
-            if is_end or text.is_stopped or num_generated == limit:
-                reason = "stop" if is_end or text.is_stopped else "length"
-                stats = replace(done.stats, num_generated_tokens=num_generated, ttft_s=ttft_s, decode_s=decode_s)
-                yield TokenDelta(piece + text.finish(), token, stats, reason)  # type: ignore[arg-type]
-                return
-            yield TokenDelta(piece, token)
-            begin = time.perf_counter()
-            position = len(done.prompt.token_ids) + num_generated - 1
-            rows = Rows(self.runner.tensor([token]), self.runner.tensor([position]), done.canvas)
-            token = sampler.sample(self.runner.forward_logits([rows])[0])
-            decode_s += time.perf_counter() - begin
+        return Answering(request, done, self.tokenizer, self._end_tokens, limit=limit, arrival=arrival)
 
     def _admit(self, request: Request) -> Prompt:
         """Tokenize a request and check that it fits."""

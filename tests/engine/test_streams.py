@@ -14,6 +14,7 @@ from tests.engine.support import documents, in_threads, ring, settle, tiny_engin
 
 MakeEngine = Callable[..., Engine]
 COUNT = 4
+COUNT_REQUESTS = 5
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,23 @@ def test_only_the_last_delta_carries_stats_and_reason(engine: Engine) -> None:
         assert all(delta.stats is None and delta.finish_reason is None for delta in others)
         assert last.stats is not None
         assert last.finish_reason in ("stop", "length")
+
+
+def test_generate_many_decodes_in_one_forward(
+    engine: Engine, answers: list[Generation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request has its decode row in the first packed step, and finished ones leave the batch."""
+    widths, forward = [], engine.runner.forward_logits
+    monkeypatch.setattr(engine.runner, "forward_logits", lambda rows: (widths.append(len(rows)), forward(rows))[1])
+    assert list(map(_fields, engine.generate_many(_requests()))) == list(map(_fields, answers))
+    steps = widths[-max(len(answer.token_ids) for answer in answers) + 1 :]
+    assert steps[0] == COUNT_REQUESTS
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_more_requests_than_are_decoded_together(engine: Engine, answers: list[Generation]) -> None:
+    many = engine.generate_many(_requests() * 4)
+    assert list(map(_fields, many)) == list(map(_fields, answers)) * 4
 
 
 def test_generate_many_answers_in_order(engine: Engine, answers: list[Generation]) -> None:
