@@ -10,6 +10,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before anything imports triton: its kernels then run on CPU tensors. `kernels/bench/gpu_check.py` runs them compiled.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMOLLM2 = REPOSITORY / ".demo" / "models" / "SmolLM2-135M-Instruct"

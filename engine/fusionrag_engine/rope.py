@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusionrag_kernels import assemble
+
 from .errors import UnsupportedModelError
 
 
@@ -20,26 +22,14 @@ class Rope:
 
     def __init__(self, inv_freq: Tensor) -> None:
         self.inv_freq = inv_freq
-        self.half = inv_freq.shape[1]
 
     def place(self, keys: Tensor, offset: int, out: Tensor) -> None:
         """Write `keys` `[num_layers, heads, rows, dim]`, moved by `offset` positions, into `out` of the same shape.
 
         Attention scaling (YaRN) is already in the stored keys. Dimensions behind `2 * half` are not rotated.
         """
-        if offset == 0:
-            out.copy_(keys)
-            return
-        angle = (self.inv_freq.double() * offset)[:, None, None, :]
-        cos, sin = angle.cos().float(), angle.sin().float()
-        half, end = self.half, 2 * self.half
-        # Layer by layer, so that the float32 intermediates stay small whatever the number of layers.
-        for layer in range(keys.shape[0]):
-            first, second = keys[layer, ..., :half].float(), keys[layer, ..., half:end].float()
-            out[layer, ..., :half] = torch.addcmul(first * cos[layer], second, sin[layer], value=-1)
-            out[layer, ..., half:end] = torch.addcmul(second * cos[layer], first, sin[layer])
-        if end < keys.shape[-1]:
-            out[..., end:].copy_(keys[..., end:])
+        no_values = keys[..., :0], out[..., :0]
+        assemble(keys, no_values[0], out, no_values[1], offset=offset, inv_freq=self.inv_freq)
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope", "su")

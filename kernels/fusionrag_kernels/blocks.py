@@ -38,8 +38,12 @@ def unfold_heads(folded: Tensor, num_rows: int) -> Tensor:
     return by_row.reshape(num_rows, -1, head_dim).contiguous()
 
 
-def softmax_blocks(q: Tensor, k: Tensor, seen: Visibility, *, scale: float, softcap: float | None) -> Iterator[Block]:
+def softmax_blocks(
+    q: Tensor, k: Tensor, seen: Visibility, *, scale: float, softcap: float | None, normalise: bool = True
+) -> Iterator[Block]:
     """Softmax weights of q [Nq, Hq, D] over k float32 [Hkv, Nk, D]; each Block is valid until the next.
+
+    Without `normalise` the weights are the scores, -inf where a row does not see a key.
 
     Every key of a block is seen by at least one of its rows, so no unseen memory enters a product with the values.
     """
@@ -63,7 +67,8 @@ def softmax_blocks(q: Tensor, k: Tensor, seen: Visibility, *, scale: float, soft
         if starts[0] < starts[1]:
             gone = torch.arange(starts[0], starts[1], device=q.device) < seen.starts[first:beyond, None]
             by_row[..., : starts[1] - start].masked_fill_(gone[:, None], -torch.inf)
-        torch.softmax(scores, dim=-1, out=scores)
+        if normalise:
+            torch.softmax(scores, dim=-1, out=scores)
         yield Block(first, beyond, start, end, scores)
 
 

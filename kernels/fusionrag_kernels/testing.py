@@ -36,8 +36,10 @@ class Case:
             self.q, self.k, self.v, self.q_positions, self.kv_positions, **self._rules(), impl=impl
         )
 
-    def score(self, impl: str = "auto") -> Tensor:
-        return critical_scores(self.q, self.k, self.q_positions, self.kv_positions, **self._rules(), impl=impl)
+    def score(self, impl: str = "auto", norm: str = "sum") -> Tensor:
+        return critical_scores(
+            self.q, self.k, self.q_positions, self.kv_positions, **self._rules(), norm=norm, impl=impl
+        )
 
     def visible(self) -> Tensor:
         """bool [Nq, Nk]."""

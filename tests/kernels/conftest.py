@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fusionrag_kernels.runtime import has_triton
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
@@ -17,3 +19,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def triton() -> None:
+    """The Triton kernels, interpreted. Triton has wheels for Linux only."""
+    if not has_triton():
+        pytest.skip("triton is not installed")

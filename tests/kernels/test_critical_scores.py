@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusionrag_kernels import ArgumentError, ImplementationError, blocks, critical_scores
+from fusionrag_kernels.critical_scores import NORMS
 from fusionrag_kernels.testing import Case, make_case, relative_rms
 
 TOLERANCE = 3e-6
 
 
-def loop(case: Case) -> Tensor:
+def loop(case: Case, norm: str = "sum") -> Tensor:
     """The definition, one row and head at a time in Python floats."""
     group = case.q.shape[1] // case.k.shape[1]
     visible = case.visible().tolist()
@@ -30,15 +31,23 @@ def loop(case: Case) -> Tensor:
             scores = {j: case.softcap * math.tanh(score / case.softcap) for j, score in scores.items()}
         normaliser = sum(math.exp(score) for score in scores.values())
         for j, score in scores.items():
-            total[j] += math.exp(score) / normaliser
-    return total
+            weight = math.exp(score) / (1 if norm == "unnormalised" else normaliser)
+            total[j] += weight**2 if norm == "l2" else weight
+    return total.sqrt() if norm == "l2" else total.log() if norm == "unnormalised" else total
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    seen = expected.isfinite()
+    assert torch.equal(got[~seen], expected[~seen].to(got.dtype))
+    assert relative_rms(got[seen], expected[seen]) < tolerance
 
 
 @pytest.mark.parametrize("keys", ["canvas", "canvas_with_holes", "gapped", "any"])
 @pytest.mark.parametrize("rules", [{}, {"window": 3}, {"window": 4, "softcap": 2.0}])
-def test_reference_is_the_definition(keys: Any, rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_reference_is_the_definition(keys: Any, rules: dict[str, Any], norm: str) -> None:
     case = make_case(num_rows=6, num_keys=11, num_kv_heads=2, group=2, head_dim=8, rows="any", keys=keys, **rules)
-    assert relative_rms(case.score("reference"), loop(case)) < 1e-6
+    assert_close(case.score("reference", norm), loop(case, norm), 1e-6)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
@@ -109,5 +118,55 @@ def test_errors_are_those_of_the_package() -> None:
         case.changed(q=torch.randn(4, 8, 64)).score()
     with pytest.raises(ArgumentError, match="q_positions"):
         critical_scores(case.q, case.k, case.q_positions[:3], scale=1.0)
-    with pytest.raises(ImplementationError, match="not built yet"):
-        case.score("triton")
+    with pytest.raises(ArgumentError, match="norm is one of sum, l2, unnormalised, got 'l1'"):
+        case.score(norm="l1")
+    with pytest.raises(ImplementationError, match="not known"):
+        case.score("cuda")
+
+
+specs = st.fixed_dictionaries(
+    {
+        "num_keys": st.sampled_from([1, 2, 33, 64, 129, 300]),
+        "num_kv_heads": st.sampled_from([1, 2]),
+        "group": st.sampled_from([1, 3]),
+        "head_dim": st.sampled_from([16, 80, 96]),
+        "rows": st.sampled_from(["scattered", "last", "first", "any"]),
+        "keys": st.sampled_from(["canvas", "canvas_with_holes", "gapped", "any"]),
+        "layout": st.sampled_from(["by_head", "by_row", "interleaved"]),
+        "window": st.sampled_from([None, None, 1, 17, 100]),
+        "softcap": st.sampled_from([None, 1.5, 30.0]),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+def check_norm(impl: str, norm: str, num_rows: int, spec: dict[str, Any]) -> None:
+    num_rows = num_rows if spec["rows"] == "any" else min(num_rows, spec["num_keys"])
+    case = make_case(num_rows=num_rows, **spec)
+    assert_close(case.score(impl, norm), case.score("reference", norm), 1e-5)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@given(norm=st.sampled_from(["l2", "unnormalised"]), num_rows=st.sampled_from([0, 1, 5, 65, 130]), spec=specs)
+def test_other_norms(norm: str, num_rows: int, spec: dict[str, Any]) -> None:
+    check_norm("cpu", norm, num_rows, spec)
+
+
+@pytest.mark.usefixtures("triton")
+@settings(max_examples=25, derandomize=True, deadline=None, database=None)
+@given(norm=st.sampled_from(NORMS), num_rows=st.sampled_from([0, 1, 5, 40]), spec=specs)
+def test_triton_equals_reference(norm: str, num_rows: int, spec: dict[str, Any]) -> None:
+    check_norm("triton", norm, num_rows, spec)
+
+
+@pytest.mark.usefixtures("triton")
+def test_triton_gives_the_same_bits_again() -> None:
+    case = make_case(num_rows=50, num_keys=300, rows="last")
+    assert torch.equal(case.score("triton"), case.score("triton"))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_control_norms_differ(norm: str) -> None:
+    case = make_case(num_rows=20, num_keys=100, rows="last")
+    others = [case.score(norm=other) for other in NORMS if other != norm]
+    assert all(relative_rms(other, case.score(norm=norm)) > 0.01 for other in others)

@@ -264,10 +264,9 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
         case.changed(**change).attend()
 
 
-@pytest.mark.parametrize(("impl", "reason"), [("triton", "not built yet"), ("cuda", "not known")])
-def test_implementations_are_named(impl: str, reason: str) -> None:
-    with pytest.raises(ImplementationError, match=f"{reason}.*'auto', 'cpu', 'reference'") as caught:
-        make_case(num_rows=1, num_keys=2).attend(impl)
+def test_unknown_implementations_are_named() -> None:
+    with pytest.raises(ImplementationError, match=r"not known.*'auto', 'triton', 'cpu', 'reference'") as caught:
+        make_case(num_rows=1, num_keys=2).attend("cuda")
     assert isinstance(caught.value, KernelError)
     assert isinstance(caught.value, RuntimeError)
 

@@ -1,4 +1,4 @@
-"""Critical scores as their definition: one full softmax matrix, summed over heads and rows, float32."""
+"""Critical scores as their definition: one full softmax matrix, reduced over heads and rows, float32."""
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ def critical_scores(
     window: int | None = None,
     softcap: float | None = None,
     kv_valid: Tensor | None = None,
+    norm: str = "sum",
 ) -> Tensor:
     """The contract of `fusionrag_kernels.critical_scores`, written to be obviously right."""
     num_heads, (num_keys, num_kv_heads, _) = q.shape[1], k.shape
@@ -29,5 +30,8 @@ def critical_scores(
     scores = torch.einsum("qhd,khd->hqk", q.float(), k_all) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    return weights.masked_fill(~visible, 0).sum((0, 1))  # a row that sees no key has NaN weights
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if norm == "unnormalised":
+        return scores.flatten(0, 1).logsumexp(0)
+    weights = scores.softmax(-1).masked_fill(~visible, 0)  # a row that sees no key has NaN weights
+    return weights.square().sum((0, 1)).sqrt() if norm == "l2" else weights.sum((0, 1))

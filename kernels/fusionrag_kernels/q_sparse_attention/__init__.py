@@ -1,9 +1,11 @@
 """Attention of some rows of a prompt, at their own positions, over all its keys and values."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from fusionrag_kernels.checks import check_queries_and_keys, check_values, check_visibility
-from fusionrag_kernels.dispatch import resolve
+from fusionrag_kernels.dispatch import Implementation, resolve
 from fusionrag_kernels.q_sparse_attention import cpu, reference
 
 
@@ -36,7 +38,7 @@ def q_sparse_attention(
         window: None, or how many tokens a row sees counting itself.
         softcap: None, or c in c * tanh(scale * q.k / c) (Gemma 2).
         kv_valid: bool [Nk]; None says that every key is valid.
-        impl: "auto", "cpu" (blocked plain torch, any device) or "reference".
+        impl: "auto", "triton" (CUDA tensors, heads up to 256), "cpu" (blocked plain torch, any device) or "reference".
 
     Returns:
         [Nq, Hq, Dv] in q's dtype, contiguous, rows in q's order; zeros for a row that sees no key.
@@ -49,5 +51,13 @@ def q_sparse_attention(
     check_queries_and_keys(q, k)
     check_values(k, v)
     check_visibility(q, k, q_positions, kv_positions, kv_valid, window, softcap)
-    op = cpu.q_sparse_attention if resolve(impl) == "cpu" else reference.q_sparse_attention
+    op = _implementation(resolve(impl, q.device, max(q.shape[2], v.shape[2])))
     return op(q, k, v, q_positions, kv_positions, scale=scale, window=window, softcap=softcap, kv_valid=kv_valid)
+
+
+def _implementation(name: Implementation) -> Callable[..., Tensor]:
+    if name == "triton":
+        from fusionrag_kernels.q_sparse_attention import kernel
+
+        return kernel.q_sparse_attention
+    return cpu.q_sparse_attention if name == "cpu" else reference.q_sparse_attention
