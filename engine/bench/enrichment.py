@@ -2,8 +2,8 @@
 
     python engine/bench/enrichment.py --model DIR --data FILE [--chunks 24] [--top-n 0 1 3 5 10] [--out results.json]
 
-Each count gets an engine of its own; plain caches are made first and timed alone, then enriched ones. `top_n` 0 is plain
-precompute only.
+Each count gets an engine of its own; plain caches are made first and timed alone, then enriched ones. `top_n` 0 is
+plain precompute only.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def _read(item: dict[str, Any], count_tokens: Callable[[str], int]) -> Example:
 
 def cut(context: str, count_tokens: Callable[[str], int]) -> list[str]:
     """Cut one text into chunks of about `CHUNK_TOKENS`, at line ends, and at spaces in lines longer than that."""
-    chunks, words, length = [], [], 0
+    chunks: list[str] = []
+    words: list[str] = []
+    length = 0
     for line in context.splitlines(keepends=True):
         pieces = [line] if count_tokens(line) <= CHUNK_TOKENS else [f"{word} " for word in line.split()]
         for piece in pieces:
