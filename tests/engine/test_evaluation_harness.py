@@ -130,8 +130,11 @@ def test_an_interrupted_run_goes_on(engine: Engine, tmp_path: Path, monkeypatch:
     assert done == [examples()[2].question]
     assert [row["n"] for row in rows] == [3, 3]
     done.clear()
-    run(engine, examples(2), plan, dataset="d", journal=journal)
-    assert len(done) == 2, "another set of questions starts anew"
+    assert run(engine, examples(2), plan, dataset="d", journal=journal)[0]["n"] == 2
+    assert not done, "fewer of the same questions are all there"
+    other = Plan(methods=("reuse",), ratios=(0.0,), max_new_tokens=4)
+    run(engine, examples(1), other, dataset="d", journal=journal)
+    assert len(done) == 1, "another plan starts anew"
 
 
 def test_a_chunk_without_a_cache_shows_in_the_row(engine: Engine) -> None:

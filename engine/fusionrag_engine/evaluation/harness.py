@@ -84,18 +84,19 @@ def run(
     """Measure every configuration on every question; the rows of the table.
 
     Args:
-        journal: a file that receives each question's figures as a line when it is done; a later run with the same
-            engine, questions and plan goes on behind them. None keeps no journal.
+        journal: a file that receives each question's figures as a line when it is done; a later run takes from
+            it what has the same engine, question and plan. None keeps no journal.
     """
-    identity = run_identity(engine, examples, plan, dataset)
-    measured = {} if journal is None else _read_journal(journal, identity)
-    for number, example in enumerate(examples):
-        if number not in measured:
-            measured[number] = measure(engine, example, plan)
+    done = {} if journal is None else _read_journal(journal)
+    trials = []
+    for example in examples:
+        key = question_key(engine, example, plan, dataset)
+        if key not in done:
+            done[key] = measure(engine, example, plan)
             if journal is not None:
-                _append(journal, {"run": identity, "example": number, "trials": measured[number]})
+                _append(journal, {"question": key, "trials": done[key]})
+        trials.append(done[key])
         on_question()
-    trials = [measured[number] for number in range(len(examples))]
     return [summarize(engine, dataset, key, trials) for key in map(trial_key, plan.configurations())]
 
 
@@ -179,24 +180,23 @@ def _columns(reduce: Callable[..., Any], lists: Sequence[list[float] | None]) ->
     return [float(value) for value in reduce(np.array(present), axis=0)] if present else None
 
 
-def run_identity(engine: Engine, examples: Sequence[Example], plan: Plan, dataset: str) -> str:
-    """Digest of everything that the figures depend on but the machine."""
+def question_key(engine: Engine, example: Example, plan: Plan, dataset: str) -> str:
+    """Digest of what the figures of one question depend on, the machine apart."""
     config = {name: str(value) for name, value in vars(engine.config).items() if name not in ("cache_dir", "embed")}
     config["can_embed"] = str(engine.config.embed is not None)
-    parts = [dataset, engine.namespace, config, asdict(plan), [asdict(example) for example in examples]]
+    parts = [dataset, engine.namespace, config, asdict(plan), asdict(example)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _read_journal(path: Path, identity: str) -> dict[int, dict[str, Any]]:
-    """Questions that an earlier run of the same identity finished; a line cut off by a crash is left out."""
+def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """Figures of the questions that earlier runs finished; a line cut off by a crash is left out."""
     found = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
         except ValueError:
             continue
-        if entry["run"] == identity:
-            found[entry["example"]] = entry["trials"]
+        found[entry["question"]] = entry["trials"]
     return found
 
 
