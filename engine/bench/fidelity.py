@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from common import Example, embedder, load_examples, machine, write_json
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from fusionrag_engine import Engine, EngineConfig, Request
+from fusionrag_engine.evaluation import kl_divergence
 from fusionrag_engine.selectors import QueryGuided, register_selector
 
 HISTORY = [
@@ -113,12 +113,6 @@ def measure(args: argparse.Namespace, engine: Engine, example: Example) -> list[
                     }
                 )
     return rows
-
-
-def kl_divergence(full: Tensor, other: Tensor) -> float:
-    """KL(full || other) of two logit vectors, in nats."""
-    p, q = full.double().log_softmax(0), other.double().log_softmax(0)
-    return float((p.exp() * (p - q)).sum())
 
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .answering import Answering, decode_together
 from .assemble import Assembler
 from .config import EngineConfig
@@ -21,7 +23,7 @@ from .keys import CacheKeys, model_fingerprint, token_fingerprint, tokenizer_fin
 from .layout import Prompt, PromptLayout
 from .loading import check_ready_model, load_pretrained
 from .maintenance import COUNTERS, Maintenance
-from .online import Prefilled, Prefiller
+from .online import Prefilled, Prefiller, score_answer
 from .opening import open_library
 from .precompute import Precomputer
 from .progress import ProgressBars
@@ -245,6 +247,31 @@ class Engine(Maintenance):
         done = self._prefill(request, prompt, num_new=1, arrival=time.perf_counter())
         self._store_misses(request, done)
         return Prefill(done.logits.clone(), prompt.token_ids, done.stats)
+
+    def score(self, request: Request, answer: str) -> Tensor:
+        """Log-probability of a given answer behind the request's prompt, teacher-forced.
+
+        Returns:
+            float32 `[num_answer_tokens]` on the CPU, in nats, one for each token of `answer` as it is tokenized by
+            itself; their sum is the answer's. The end of the sequence is not scored.
+
+        Raises:
+            ConfigError: `answer` has no tokens.
+            ContextOverflowError: prompt and answer together are longer than the model's context.
+            CacheMissError: as for `prefill`.
+        """
+        prompt, token_ids = self._admit(request), self.layout.tokenize(answer)
+        if not token_ids:
+            raise ConfigError(f"answer={answer!r} has no tokens; give the text whose probability is wanted")
+        length = len(prompt.token_ids) + len(token_ids)
+        if length > self.max_context:
+            raise ContextOverflowError(
+                f"prompt and answer have {length} tokens, the model's context is {self.max_context}; give fewer or "
+                f"shorter chunks"
+            )
+        done = self._prefill(request, prompt, num_new=len(token_ids), arrival=time.perf_counter())
+        self._store_misses(request, done)
+        return score_answer(self.runner, done, token_ids)
 
     def generate(self, request: Request) -> Generation:
         """The whole answer; see `prefill` for errors."""

@@ -16,7 +16,7 @@ from .assemble import Assembler
 from .canvas import Canvas
 from .layout import Prompt, Segment
 from .precompute import Precomputer
-from .runner import ModelRunner
+from .runner import ModelRunner, Rows
 from .scoring import Scorer, critical_tokens
 from .selectors import Selector
 from .types import Request, Stats
@@ -116,6 +116,20 @@ class Prefiller:
 def _count_in(segments: Sequence[Segment], positions: Tensor) -> list[int]:
     """How many of the positions lie in each segment."""
     return [int(((positions >= segment.start) & (positions < segment.stop)).sum()) for segment in segments]
+
+
+def score_answer(runner: ModelRunner, done: Prefilled, token_ids: Sequence[int]) -> Tensor:
+    """Log-probabilities of answer tokens behind a prefilled prompt, float32 `[num_answer_tokens]` on the CPU, in nats.
+
+    The canvas must have room for all of them but the last; their rows are written behind the prompt.
+    """
+    logits = done.logits[None]
+    if len(token_ids) > 1:
+        start = len(done.prompt.token_ids)
+        positions = torch.arange(start, start + len(token_ids) - 1, device=runner.device)
+        rows = Rows(runner.tensor(token_ids[:-1]), positions, done.canvas)
+        logits = torch.cat([logits, runner.forward_every_logits(rows)])
+    return logits.log_softmax(-1).gather(-1, runner.tensor(token_ids)[:, None])[:, 0].cpu()
 
 
 def _complement(segments: Sequence[Segment], length: int) -> list[Segment]:

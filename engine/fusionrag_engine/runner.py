@@ -175,6 +175,14 @@ class ModelRunner:
         assert logits.shape[0] == len(sequences), "logits_to_keep was not honoured"
         return logits.float()
 
+    @torch.inference_mode()
+    def forward_every_logits(self, rows: Rows) -> Tensor:
+        """As `forward` on one sequence; returns float32 `[num_rows, vocab]`, the logits behind each of its rows."""
+        state = _Pass([rows], None)
+        logits: Tensor = self._call(self.model, [rows], state).logits[0]
+        self._check_layers(state)
+        return logits.float()
+
     def _call(self, module: nn.Module, sequences: Sequence[Rows], state: object, **keywords: Any) -> Any:
         token_ids = torch.cat([rows.token_ids for rows in sequences])
         positions = torch.cat([rows.positions for rows in sequences])

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from . import cache
+from . import bench, cache
 from .ask import ask
 from .ingest import ingest
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 
 
